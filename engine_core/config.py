@@ -27,6 +27,8 @@ PAGE_SIZE = 16
 GPU_SHARE = 0.9
 """Share of a GPU's memory for everything an engine holds there. The rest covers fragmentation of the allocator."""
 MAX_DEFAULT_GRAMMAR_WORKERS = 4
+MAX_PREDICTION = 8192
+"""Number of token ids of a prediction that drafts are taken from: their table has room for as many for each row."""
 STEP_UPLOADS = 65_536
 """Cached tokens of the prompts that may begin in one step."""
 
@@ -118,6 +120,11 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     def max_verified(self) -> int:
         """Maximum number of positions of a step that verifies drafts; 0 without speculation."""
         return max(MAX_VERIFY_POSITIONS, self.max_rows) if self.draft_sizes else 0
+
+    @property
+    def max_prediction(self) -> int:
+        """Number of token ids of a request's prediction that drafts are taken from; 0 without speculation."""
+        return min(MAX_PREDICTION, self.max_len) if self.draft_sizes else 0
 
     @property
     def held_windows(self) -> tuple[int | None, ...]:

@@ -12,7 +12,15 @@ from msgspec import Struct
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.plan import StepPlan
 from tandem.protocol.commands import AnyCommand
-from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogprobs
+from tandem.protocol.events import (
+    AnyEvent,
+    Failure,
+    Finished,
+    SequenceTimes,
+    Started,
+    TokenLogprobs,
+    VerifiedDrafts,
+)
 
 
 class TokenDelta(Struct, frozen=True):
@@ -26,6 +34,7 @@ class TokenDelta(Struct, frozen=True):
     tokens: list[int]
     """Token ids; the tokens of one request are in order."""
     logprobs: list[TokenLogprobs] = []
+    drafts: list[VerifiedDrafts] = []
 
 
 class StepLogprobs(Struct, frozen=True):

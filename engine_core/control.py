@@ -259,6 +259,9 @@ class Control:
         self._check_sizes(submit)
         try:
             prompt = _parse_prompt(submit.prompt_ids, self.model.vocab_size)
+            prediction = submit.prediction[: ID_BYTES * self.limits.max_prediction]
+            if prediction:
+                _check_packed("prediction", prediction, self.model.vocab_size)
             stop_ids = unpack_ids(params.stop_token_ids)
             bias_ids, biases = unpack_ids(params.logit_bias_ids), unpack_floats(params.logit_bias_values)
         except ProtocolError as error:
@@ -276,7 +279,7 @@ class Control:
         end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
         self._sequences += 1
         identity = self._identities[client]
-        return Sequence(self._sequences, identity, _kept(submit), prompt, end_ids, self.clock())
+        return Sequence(self._sequences, identity, _kept(submit, prediction), prompt, end_ids, self.clock())
 
     def _check_sizes(self, submit: Submit) -> None:
         """Raise RequestError for a field that would take long only to be unpacked."""
@@ -311,16 +314,16 @@ class Control:
                 raise RequestError(ErrorCode.INVALID_VALUE, _outside(what, token, self.model.vocab_size))
 
 
-def _kept(submit: Submit) -> Submit:
+def _kept(submit: Submit, prediction: bytes) -> Submit:
     """Return the part of a request that its sequence keeps.
 
-    Session and salt are in the scope of its API key.
+    prediction: the ids of its prediction that are used. Session and salt are in the scope of its API key.
     """
     key, session, salt = submit.key, submit.session, submit.cache_salt
     if key is not None:
         session = session and scoped(key.name, session)
         salt = salt if key.shares_cache and not salt else scoped(key.name, salt)
-    return structs.replace(submit, prompt_ids=b"", session=session, cache_salt=salt)
+    return structs.replace(submit, prompt_ids=b"", session=session, cache_salt=salt, prediction=prediction)
 
 
 def _outside(what: str, token: int, vocab_size: int) -> str:
@@ -328,22 +331,30 @@ def _outside(what: str, token: int, vocab_size: int) -> str:
 
 
 def _parse_prompt(data: bytes, vocab_size: int) -> array[int]:
-    """Return the ids of a prompt, checked without a Python loop.
+    """Return the ids of a prompt.
 
-    Prompts are long, and this runs on the engine loop's thread.
+    Raises ProtocolError and RequestError like `_check_packed`, and RequestError if the prompt is empty.
+    """
+    _require(len(data) > 0, "the prompt is empty; send at least one token")
+    _check_packed("prompt", data, vocab_size)
+    return array("i", data)
 
-    data: packed little-endian int32. Raises ProtocolError unless its length is a multiple of 4, RequestError if it is
-    empty or holds an id outside the vocabulary.
+
+def _check_packed(what: str, data: bytes, vocab_size: int) -> None:
+    """Check packed ids, at least one, without a Python loop.
+
+    They may be many, and this runs on the engine loop's thread.
+
+    what: name of the field; data: packed little-endian int32. Raises ProtocolError unless its length is a multiple of
+    4, RequestError if it holds an id outside the vocabulary.
     """
     if len(data) % ID_BYTES:
-        raise ProtocolError(f"a prompt of {len(data)} bytes does not divide into int32 ids")
-    _require(len(data) > 0, "the prompt is empty; send at least one token")
+        raise ProtocolError(f"a {what} of {len(data)} bytes does not divide into int32 ids")
     # A negative id is above all others as an unsigned number.
     if int(np.frombuffer(data, dtype="<u4").max()) >= vocab_size:
         ids = np.frombuffer(data, dtype="<i4")
         low, high = int(ids.min()), int(ids.max())
-        raise RequestError(ErrorCode.INVALID_VALUE, _outside("prompt", low if low < 0 else high, vocab_size))
-    return array("i", data)
+        raise RequestError(ErrorCode.INVALID_VALUE, _outside(what, low if low < 0 else high, vocab_size))
 
 
 def _require(condition: bool, message: str) -> None:

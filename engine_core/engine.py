@@ -312,8 +312,8 @@ class Engine:
         updates = self.scheduler.commit(step.plan, collected.result, advanced)
         for seq in updates.first_tokens:
             count_first_token(self.stats, seq, collected.at)
-        for drafted, accepted in updates.verified:
-            count_verified(self.stats, drafted, accepted)
+        for drafts in updates.verified:
+            count_verified(self.stats, drafts)
         self.pipeline.finish_commit(step)
         self.stats.steps_committed += 1
         if len(self.timelines):

@@ -67,6 +67,8 @@ class NewSequence(Struct, frozen=True):
     """True if the request asked for log-probabilities; ignored in steps with `StepPlan.logprobs == -1`."""
     max_drafts: int = 0
     """Maximum number of drafts that a step verifies for the sequence; 0: it is decoded one token a step."""
+    prediction: bytes = b""
+    """Token ids of the text that the request predicts, packed as int32."""
 
 
 class StepPlan(Struct, frozen=True):

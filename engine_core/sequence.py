@@ -104,7 +104,7 @@ class SequenceTimes:
 class DraftStats:
     """Drafts of a sequence that were verified."""
 
-    __slots__ = ("accepted", "accepted_predicted", "drafted", "expected", "max_drafts", "predicted")
+    __slots__ = ("accepted", "drafted", "expected", "max_drafts")
 
     max_drafts: int
     """Maximum number of drafts that a step verifies for the sequence; 0: it gets one token a step."""
@@ -112,14 +112,11 @@ class DraftStats:
     """Number of drafts that were verified."""
     accepted: int
     """Number of them that were right."""
-    predicted: int
-    """Number of those from the request's prediction, among all; likewise `accepted_predicted`, among the right ones."""
-    accepted_predicted: int
     expected: float
     """Moving average of the right drafts of a step."""
 
     def __init__(self) -> None:
-        self.max_drafts = self.drafted = self.accepted = self.predicted = self.accepted_predicted = 0
+        self.max_drafts = self.drafted = self.accepted = 0
         self.expected = 1.0
 
 

@@ -6,7 +6,7 @@ The loop writes them, the heartbeat thread encodes them; nothing else reads them
 from collections.abc import Callable
 
 from tandem.engine_core.sequence import Sequence
-from tandem.protocol.events import Failure, Finished
+from tandem.protocol.events import Failure, Finished, VerifiedDrafts
 from tandem.protocol.stats import EngineStats, Histogram
 
 QUEUE_SECONDS = [
@@ -79,13 +79,13 @@ def count_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
     stats.prompt_tokens_cached += seq.cache.num_cached_tokens
 
 
-def count_verified(stats: EngineStats, drafted: int, accepted: int) -> None:
+def count_verified(stats: EngineStats, drafts: VerifiedDrafts) -> None:
     """Count the drafts of a row of a step, and those that were right."""
     stats.spec_decode_num_drafts += 1
-    stats.spec_decode_num_draft_tokens += drafted
-    stats.spec_decode_num_accepted_tokens += accepted
+    stats.spec_decode_num_draft_tokens += drafts.drafted
+    stats.spec_decode_num_accepted_tokens += drafts.accepted
     by_index = stats.spec_decode_num_accepted_tokens_per_pos
-    for index in map(str, range(accepted)):
+    for index in map(str, range(drafts.accepted)):
         by_index[index] = by_index.get(index, 0) + 1
 
 

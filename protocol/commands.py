@@ -102,6 +102,9 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     threads of their own."""
     speculation: bool = True
     """False to verify no drafts for the sequence."""
+    prediction: bytes = b""
+    """Token ids that the output probably has, packed like `prompt_ids`: drafts are taken from them. At most
+    `Limits.max_prediction`, further ones are dropped; b"" for none."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

@@ -4,7 +4,7 @@ They go to one frontend, except the heartbeat, which is published.
 """
 
 from enum import StrEnum
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from msgspec import Struct, field
 
@@ -57,6 +57,8 @@ class Limits(Struct, frozen=True, array_like=True):
     max_queued_tokens: int = NO_LIMIT
     """Maximum number of prompt tokens of all frontends that wait for their first output; a prompt beyond it is refused
     as overloaded, unless no other waits."""
+    max_prediction: int = 0
+    """Number of token ids of a prediction that drafts are taken from; 0: the engine verifies no drafts."""
 
 
 class Ready(Event, frozen=True, array_like=True, tag=0):
@@ -84,10 +86,6 @@ class Finished(Struct, frozen=True, array_like=True):
     reason: FinishReason
     stop_token_id: int | None = None
     """Id that ended the sequence, if one did: it counts as a token and is not part of the text."""
-    num_drafted: int = 0
-    """Number of drafts that steps verified for the sequence."""
-    num_accepted: int = 0
-    """Number of these that were right."""
 
 
 class Failure(Struct, frozen=True, array_like=True):
@@ -171,10 +169,27 @@ class SequenceTimes(Struct, frozen=True, array_like=True):
     preemptions: int = 0
 
 
-class TracedOutput(StepOutput, frozen=True, array_like=True, tag=7):
-    """Output of a step with the times of sequences that are traced."""
+class VerifiedDrafts(NamedTuple):
+    """Drafts of a sequence that one step verified, at least one."""
+
+    request_id: int
+    drafted: int
+    """Number of the drafts."""
+    accepted: int
+    """Number of those that were right, also behind a token that ended the sequence."""
+    is_predicted: bool = False
+    """True if they are from the prediction of the request."""
+
+
+class DetailedOutput(StepOutput, frozen=True, array_like=True, tag=7):
+    """Output of a step with what most steps do not have."""
 
     times: list[SequenceTimes] = field(default_factory=list)
+    """Times of sequences that are traced."""
+    drafted: bytes = b""
+    """Requests whose drafts were verified, once for each step, packed as little-endian uint64."""
+    drafts: bytes = b""
+    """Three bytes for each of them: `drafted`, `accepted` and `is_predicted` of its `VerifiedDrafts`."""
 
 
 class Phase(StrEnum):
@@ -321,4 +336,6 @@ class KeyUsage(Event, frozen=True, array_like=True, tag=8):
     """Estimated seconds until no sequence is open, counted from now; None if none has ended in the last minute."""
 
 
-AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed | TracedOutput | KeyUsage | Launched
+AnyEvent = (
+    Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed | DetailedOutput | KeyUsage | Launched
+)

@@ -11,6 +11,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 from tandem.engine_core.kernels.speculation import reference
 from tandem.engine_core.kernels.speculation.reference import NgramRule, VerifyTokens
+from tandem.engine_core.runtime.tables import DeviceTables
 
 
 class VerifyKernels(NamedTuple):
@@ -55,11 +56,10 @@ class Speculator:
         self.kernels = kernels
 
     @classmethod
-    def allocate(cls, tables: SamplingTables, rule: NgramRule, kernels: VerifyKernels) -> "Speculator":
+    def allocate(cls, tables: DeviceTables, rule: NgramRule, kernels: VerifyKernels) -> "Speculator":
         """Allocate the scratch."""
-        rows, device = len(tables.tokens), tables.tokens.device
-        predictions = torch.zeros(rows, 0, dtype=torch.int32, device=device)
-        return cls(tables, predictions, torch.zeros(rows, dtype=torch.int32, device=device), rule, kernels)
+        sources = torch.zeros(len(tables.tokens), dtype=torch.int32, device=tables.tokens.device)
+        return cls(tables.sampling, tables.predictions, sources, rule, kernels)
 
     def begin(
         self, rows: Tensor, num_drafts: int, page_tables: Sequence[PageTable], samples: tuple[Tensor, Tensor]

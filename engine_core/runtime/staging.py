@@ -22,6 +22,7 @@ Only in steps that need them:
     ints [A * INT_COLUMNS] int64, floats [A * FLOAT_COLUMNS], suppressed [A * MAX_SUPPRESSED]: parameters of A admitted
         rows, as in the sampling tables.
     bias_index, bias_ids, biases [B]: their biases, at indices of the flat bias table, if any row has one.
+    predictions [P]: the predictions of those of them that have one, concatenated; their lengths are among `ints`.
 """
 
 from array import array
@@ -35,7 +36,7 @@ from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMN
 from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
-from tandem.protocol.codec import unpack_floats, unpack_ids
+from tandem.protocol.codec import ID_BYTES, unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SAMPLING_FIELDS
 
 Ints = NDArray[np.int32]
@@ -117,12 +118,14 @@ class Packed:
         self.fields[name] = (self.fields[other][0], length)
 
 
-def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> int:
+def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int, max_prediction: int = 0) -> int:
     """Return the maximum number of int32 words that a step can need.
 
-    pages: entries of page tables that it can bring; uploads: tokens that it can bring beyond those that it computes.
+    pages: entries of page tables that it can bring; uploads: tokens that it can bring beyond those that it computes;
+    max_prediction: tokens of the prediction of a row.
     """
     admissions = max_rows * (2 * len(INT_COLUMNS) + len(FLOAT_COLUMNS) + MAX_SUPPRESSED + 3 * MAX_LOGIT_BIAS)
+    admissions += max_rows * max_prediction
     return 7 * max_step_tokens + 3 * (uploads + pages) + 9 * max_rows + admissions + 4
 
 
@@ -302,7 +305,8 @@ def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:
     suppressed = np.full((len(admitted), MAX_SUPPRESSED), -1, dtype=np.int32)
     for index, a in enumerate(admitted):
         p = a.params
-        ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed, a.max_drafts, 0))
+        ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed))
+        ints.extend((a.max_drafts, len(a.prediction) // ID_BYTES))
         ints.extend([getattr(p, name) for name in _INT_FIELDS])
         floats.extend([getattr(p, name) for name in FLOAT_COLUMNS])
         if a.end_ids:
@@ -315,6 +319,9 @@ def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:
     biased = [a for a in admitted if a.params.logit_bias_ids]
     if biased:
         _add_biases(biased, packed)
+    predictions = b"".join([a.prediction for a in admitted])
+    if predictions:
+        packed.add("predictions", np.frombuffer(predictions, dtype=np.int32))
 
 
 def _add_biases(biased: list[NewSequence], packed: Packed) -> None:

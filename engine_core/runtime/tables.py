@@ -27,13 +27,17 @@ class DeviceTables:
     Launches that bring updates write them in stream order; every forward pass and sampling reads them.
     """
 
-    def __init__(self, pages: Tensor, columns: tuple[PageColumns, ...], sampling: SamplingTables) -> None:
+    def __init__(
+        self, pages: Tensor, columns: tuple[PageColumns, ...], sampling: SamplingTables, predictions: Tensor
+    ) -> None:
         self.pages = pages
         """Page tables of all KV groups, [rows, columns] int32."""
         self.columns = columns
         """Columns of each group."""
         self.sampling = sampling
         """Tables that sampling reads, the tokens among them."""
+        self.predictions = predictions
+        """[rows, max_prediction] int32: text that each row's request predicts, `prediction_len` tokens of it."""
         self.needs = np.zeros(len(sampling.tokens), dtype=np.uint8)
         """[rows] on the host: bits of the sampling features that each row needs, as returned by `needs_of`."""
         self.free_lens = np.zeros(len(sampling.tokens), dtype=np.int32)
@@ -45,11 +49,16 @@ class DeviceTables:
 
     @classmethod
     def allocate(
-        cls, max_rows: int, max_len: int, columns: tuple[PageColumns, ...], device: torch.device
+        cls,
+        max_rows: int,
+        max_len: int,
+        columns: tuple[PageColumns, ...],
+        device: torch.device,
+        max_prediction: int = 0,
     ) -> "DeviceTables":
         """Allocate zeroed tables for `max_rows` rows and the padding row.
 
-        columns: of each KV group's page table.
+        columns: of each KV group's page table; max_prediction: tokens of the prediction of a row.
         """
         rows = max_rows + 1
 
@@ -64,7 +73,7 @@ class DeviceTables:
             suppressed=zeros(rows, MAX_SUPPRESSED),
             lengths=torch.ones(rows, dtype=torch.int32, device=device),
         )
-        return cls(zeros(rows, sum(own.count for own in columns)), columns, sampling)
+        return cls(zeros(rows, sum(own.count for own in columns)), columns, sampling, zeros(rows, max_prediction))
 
     def page_tables(self, kv: KVStorage) -> tuple[PageTable, ...]:
         """Return the page table of each KV group, of pages of a pool."""
@@ -88,8 +97,8 @@ class DeviceTables:
     def apply(self, inputs: Tensor, packed: Packed, graph: Graph | None = None) -> None:
         """Write a step's updates into the tables, from its packed inputs on the device.
 
-        Tokens and pages are written without an allocation (I7). graph: writes all of them but biases in one launch, by
-        `update_tables`: the step starts the sooner. None: torch writes them.
+        Tokens and pages are written without an allocation (I7). graph: writes all of them but biases and predictions in
+        one launch, by `update_tables`: the step starts the sooner. None: torch writes them.
         """
         if graph is None:
             self._write(inputs, packed)
@@ -99,6 +108,8 @@ class DeviceTables:
             admitted = packed.read("ints").view(np.int64)[:: len(INT_COLUMNS)]
             if "bias_index" in packed.fields or self.biased[admitted].any():
                 self._write_biases(inputs, packed, admitted)
+            if "predictions" in packed.fields:
+                self._write_predictions(inputs, packed)
 
     def _write(self, inputs: Tensor, packed: Packed) -> None:
         if "upload_index" in packed.fields:
@@ -125,6 +136,15 @@ class DeviceTables:
             index = field(inputs, packed, "bias_index").long()
             _scatter(ids, index, field(inputs, packed, "bias_ids"))
             _scatter(values, index, field(inputs, packed, "biases"))
+
+    def _write_predictions(self, inputs: Tensor, packed: Packed) -> None:
+        """Write the predictions of the admitted rows that have one; the others have a `prediction_len` of 0."""
+        ints = packed.read("ints").view(np.int64).reshape(-1, len(INT_COLUMNS))
+        lengths = ints[:, INT_COLUMNS.index("prediction_len")].tolist()
+        tokens, start = field(inputs, packed, "predictions"), 0
+        for row, length in zip(ints[:, 0].tolist(), lengths, strict=True):
+            self.predictions[row, :length].copy_(tokens[start : start + length])
+            start += length
 
     def sampling_batch(
         self, logits: Tensor, inputs: Tensor, packed: Packed, allowed: Tensor | None, sampled: Tensor

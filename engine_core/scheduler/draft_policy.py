@@ -80,7 +80,7 @@ class DraftPolicy:
         index = bisect_right(self.sizes, wanted)
         return self.sizes[index - 1] if index else 0
 
-    def observe(self, seq: Sequence, drafted: int, accepted: int, is_predicted: bool) -> None:
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """Take the drafts of a row of a committed step into account.
 
         accepted: number of them that were right.
@@ -88,7 +88,4 @@ class DraftPolicy:
         stats = seq.drafts
         stats.drafted += drafted
         stats.accepted += accepted
-        if is_predicted:
-            stats.predicted += drafted
-            stats.accepted_predicted += accepted
         stats.expected += WEIGHT * (accepted - stats.expected)

@@ -6,8 +6,6 @@ The scheduler composes the gates, the planner and the stop checks; it knows neit
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Items
 
-from msgspec import structs
-
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, MaskedRows, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
@@ -22,7 +20,7 @@ from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, S
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished
+from tandem.protocol.events import Failure, Finished, VerifiedDrafts
 
 
 class Scheduler:
@@ -269,9 +267,10 @@ class Scheduler:
             # that it does not compute if these tokens are the last.
             scheduled = seq.num_scheduled_tokens + len(seq.tokens) - before - 1
             seq.num_scheduled_tokens = min(scheduled, seq.kv_len)
-            self.planner.drafts.observe(seq, num_drafts, len(run) - 1, is_predicted)
+            self.planner.drafts.observe(seq, num_drafts, len(run) - 1)
             if num_drafts:
-                self.updates.verified.append((num_drafts, len(run) - 1))
+                verified = VerifiedDrafts(seq.request_id, num_drafts, len(run) - 1, is_predicted)
+                self.updates.delta(seq.client).drafts.append(verified)
             if outcome is not None:
                 self.end(seq, outcome)
 
@@ -380,8 +379,6 @@ class Scheduler:
         Its leases stay open while a step in flight holds it (I4).
         """
         assert seq.outcome is None, f"second outcome {outcome} for {seq}"
-        if seq.drafts.drafted and isinstance(outcome, Finished):
-            outcome = structs.replace(outcome, num_drafted=seq.drafts.drafted, num_accepted=seq.drafts.accepted)
         seq.outcome = outcome
         del self._open[seq.client, seq.request_id]
         self.queued.remove(seq.id)

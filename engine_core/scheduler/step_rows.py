@@ -88,4 +88,5 @@ def new_sequence(seq: Sequence) -> NewSequence:
         tuple(seq.end_ids) if seq.min_tokens else (),
         seq.submit.logprobs is not None,
         seq.drafts.max_drafts,
+        seq.submit.prediction if seq.drafts.max_drafts else b"",
     )

@@ -191,7 +191,7 @@ class CpuParts:
 
     def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
         """Implement `DeviceParts.speculator`."""
-        return Speculator.allocate(tables.sampling, rule, TORCH_KERNELS)
+        return Speculator.allocate(tables, rule, TORCH_KERNELS)
 
     def prompt_graph_bytes(self, *_parts: object) -> int:
         """Implement `DeviceParts.prompt_graph_bytes`."""
@@ -247,7 +247,7 @@ class CudaParts:
 
     def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
         """Implement `DeviceParts.speculator`."""
-        return Speculator.allocate(tables.sampling, rule, triton_kernels(self.gpu.pdl))
+        return Speculator.allocate(tables, rule, triton_kernels(self.gpu.pdl))
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
         """Implement `DeviceParts.scorer`."""

@@ -301,6 +301,7 @@ def _build_loop(
         config.max_waiting,
         config.options.max_concurrent,
         config.options.max_queued_tokens,
+        config.max_prediction,
     )
     return Engine.assemble(
         scheduler,

@@ -224,8 +224,10 @@ def _new_builder(
     log.mark("weights")
     calibrate_kv_scales(model, source.layout, source.dtype, config.max_len)
     vocab_size = source.model.vocab_size
-    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.page_columns, device.torch_device)
-    words = capacity(config.max_rows, config.max_step_tokens, config.max_page_entries, config.max_uploads)
+    sizes = config.max_rows, config.max_len, config.page_columns
+    tables = DeviceTables.allocate(*sizes, device.torch_device, config.max_prediction)
+    uploads = config.max_uploads, config.max_prediction
+    words = capacity(config.max_rows, config.max_step_tokens, config.max_page_entries, *uploads)
     new_planner = parts.attention(source.model, config, source.dtype, source.layout)
     slots = [
         StepSlot.allocate(

@@ -193,6 +193,7 @@ class ZmqMailbox:
         box.tokens += delta.tokens
         if delta.logprobs:
             box.add_logprobs(delta.logprobs)
+        box.drafts += delta.drafts
 
     def add_start(self, client: bytes, started: Started) -> None:
         if self._launches is not None:

@@ -1,7 +1,15 @@
 """Output of one frontend until it can be sent."""
 
-from tandem.protocol.codec import encode, step_output
-from tandem.protocol.events import Failure, Finished, SequenceTimes, Started, TokenLogprobs, TracedOutput
+from tandem.protocol.codec import encode, pack_drafts, step_output
+from tandem.protocol.events import (
+    DetailedOutput,
+    Failure,
+    Finished,
+    SequenceTimes,
+    Started,
+    TokenLogprobs,
+    VerifiedDrafts,
+)
 
 MAX_UNSENT_BYTES = 64 * 2**20
 """Maximum output, in bytes, that is kept for a frontend that does not read."""
@@ -22,7 +30,7 @@ class Outbox:
     """
 
     __slots__ = (
-        *("failures", "finished", "logprobs", "request_ids", "started", "times", "tokens", "unsent"),
+        *("drafts", "failures", "finished", "logprobs", "request_ids", "started", "times", "tokens", "unsent"),
         *("_logprob_bytes", "_refused_at"),
     )
 
@@ -34,6 +42,7 @@ class Outbox:
         self.failures: list[Failure] = []
         self.started: list[Started] = []
         self.times: list[SequenceTimes] = []
+        self.drafts: list[VerifiedDrafts] = []
         self.unsent: bytes | None = None
         """Encoded message that could not be sent."""
         self._logprob_bytes = 0
@@ -51,7 +60,8 @@ class Outbox:
         """Size of all that is kept, in bytes, within a few per cent."""
         unsent = len(self.unsent) if self.unsent is not None else 0
         events = len(self.finished) + len(self.failures) + len(self.started) + len(self.times)
-        return unsent + _TOKEN_BYTES * len(self.tokens) + _EVENT_BYTES * events + self._logprob_bytes
+        columns = _TOKEN_BYTES * (len(self.tokens) + len(self.drafts))
+        return unsent + columns + _EVENT_BYTES * events + self._logprob_bytes
 
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         """Append log-probabilities."""
@@ -76,14 +86,16 @@ class Outbox:
     def encode(self, step_id: int) -> bytes:
         """Encode the columns as one message and empty them."""
         output = step_output(step_id, self.request_ids, self.tokens)
-        if self.times:  # a message of another kind, so that others do not grow
-            output = TracedOutput(output.step_id, output.request_ids, output.counts, output.tokens, times=[*self.times])
+        if self.times or self.drafts:  # a message of another kind, so that others do not grow
+            drafted, drafts = pack_drafts(self.drafts)
+            columns = output.request_ids, output.counts, output.tokens
+            output = DetailedOutput(step_id, *columns, times=[*self.times], drafted=drafted, drafts=drafts)
         output.finished.extend(self.finished)
         output.failures.extend(self.failures)
         output.logprobs.extend(self.logprobs)
         output.started.extend(self.started)
-        columns = (self.request_ids, self.tokens, self.finished, self.failures, self.logprobs, self.started, self.times)
-        for column in columns:
+        events = (self.finished, self.failures, self.logprobs, self.started, self.times)
+        for column in (self.request_ids, self.tokens, self.drafts, *events):
             column.clear()
         self._logprob_bytes = 0
         return encode(output)

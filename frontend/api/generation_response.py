@@ -94,7 +94,7 @@ class GenerationResponse(Response):
         finally:
             writer.set_leave(None)
             generation.close(reason)
-            record.describe(generation.admitted, generation.usage())
+            record.describe(generation.admitted, generation.usage(), generation.drafts())
             if usage is not None:
                 self._service.metrics.keys.end(usage)
             self._service.num_responses -= 1

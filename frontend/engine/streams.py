@@ -5,9 +5,19 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from tandem.protocol.codec import runs
+from msgspec import Struct
+
+from tandem.protocol.codec import read_drafts, runs
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Failure, Finished, SequenceTimes, StepOutput, TokenLogprobs, TracedOutput
+from tandem.protocol.events import (
+    DetailedOutput,
+    Failure,
+    Finished,
+    SequenceTimes,
+    StepOutput,
+    TokenLogprobs,
+    VerifiedDrafts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +153,25 @@ class ReadySet:
             self._listener()
 
 
+class DraftCounts(Struct):
+    """Numbers of drafts that steps have verified."""
+
+    drafted: int = 0
+    accepted: int = 0
+    """Number of those that were right."""
+    predicted: int = 0
+    """Number of those from the prediction of the request; likewise `accepted_predicted`, among the right ones."""
+    accepted_predicted: int = 0
+
+    def add(self, verified: VerifiedDrafts) -> None:
+        """Count the drafts of one step."""
+        self.drafted += verified.drafted
+        self.accepted += verified.accepted
+        if verified.is_predicted:
+            self.predicted += verified.drafted
+            self.accepted_predicted += verified.accepted
+
+
 class TokenStream:
     """Output of one request, as a stream of tokens.
 
@@ -152,7 +181,7 @@ class TokenStream:
 
     __slots__ = (
         *("_is_ready", "_logprobs", "_pending", "_ready_set", "_terminal"),
-        *("cached_tokens", "choice", "is_started", "queued_tokens", "request_id", "times"),
+        *("cached_tokens", "choice", "drafts", "is_started", "queued_tokens", "request_id", "times"),
     )
 
     def __init__(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int = 0) -> None:
@@ -168,6 +197,8 @@ class TokenStream:
         prompt with the first one."""
         self.times: SequenceTimes | None = None
         """Times in the engine, for traced requests."""
+        self.drafts = DraftCounts()
+        """Drafts that were verified for the request so far."""
         self._ready_set = ready_set
         self._pending: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -246,10 +277,13 @@ class OpenStreams:
         Raises ProtocolError if the columns are inconsistent.
         """
         streams = self._streams
-        if isinstance(output, TracedOutput):
+        if isinstance(output, DetailedOutput):
             for times in output.times:
                 if (stream := streams.get(times.request_id)) is not None:
                     stream.times = times
+            for verified in read_drafts(output):
+                if (stream := streams.get(verified.request_id)) is not None:
+                    stream.drafts.add(verified)
         for started in output.started:
             if (stream := streams.get(started.request_id)) is not None:
                 stream.cached_tokens = started.cached_tokens

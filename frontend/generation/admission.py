@@ -59,6 +59,8 @@ class Admitted(Struct, frozen=True):
     """Stages of the admission, including the rendering of the prompt."""
     tags: OutputTags = NO_TAGS
     """Tags of a chat's output."""
+    prediction: bytes = b""
+    """Ids of the predicted output, in the format of `Submit.prediction`."""
 
     @property
     def num_choices(self) -> int:
@@ -144,6 +146,7 @@ class Admission:
             few = len(ids) <= MANY_IDS
             admitted.append(self._pack(*arguments) if few else await self._workers.run(self._pack, *arguments))
         _check_scored(options, sum(len(prompt.ids) for prompt in admitted))
+        prediction = await self._predicted(options, ready, ignored)
         encoded = monotonic()
         stages += (Stage("tokenize", begun, encoded),)
         try:
@@ -157,7 +160,7 @@ class Admission:
         if constraint is not None:
             stages += (Stage("grammar", encoded, monotonic()),)
         sampling = _sampling(options, self._sampling_defaults)
-        return Admitted(options, model, admitted, sampling, constraint, stages, tags)
+        return Admitted(options, model, admitted, sampling, constraint, stages, tags, prediction)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
         """Raise ApiError 400 for more sequences than this server can ever hold at once.
@@ -190,6 +193,19 @@ class Admission:
         if not ids:
             raise malformed("the prompt is empty and the model has no begin token; give at least one character", field)
         return ids
+
+    async def _predicted(self, options: GenerationOptions, ready: Ready, ignored: IgnoredFields | None) -> bytes:
+        """Encode the prediction of a request, up to what the engine takes of it; without drafts it is ignored."""
+        most = ready.limits.max_prediction
+        if not options.prediction:
+            return b""
+        if not most and ignored is not None:
+            ignored.add("prediction")
+        if not most or not options.speculation:
+            return b""
+        ids = (await self._tokenizer.encode(options.prediction, add_special_tokens=False))[:most]
+        check_ids(ids, ready.model.vocab_size, "prediction")
+        return pack_ids(ids)
 
     def _pack(
         self, prompt: Prompt, ids: list[int], max_tokens: int, vocab_size: int, field: str, with_text: bool

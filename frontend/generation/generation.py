@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from tandem.frontend.engine.client import EngineClient
-from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
+from tandem.frontend.engine.streams import DraftCounts, ReadySet, Terminal, TokenStream
 from tandem.frontend.errors import RETRY_AFTER_SECONDS, ApiError, out_of_time
 from tandem.frontend.generation.admission import Admitted, check_overload, check_queue
 from tandem.frontend.generation.choice import Choice, ChoiceDelta, concatenated
@@ -16,10 +16,10 @@ from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.retry_budget import ENGINE_LOSSES, RetryBudget
 from tandem.frontend.generation.sequences import new_choices, submit_command
 from tandem.frontend.generation.tokenizer import Tokenizer
-from tandem.frontend.generation.usage import PromptDetails, Usage
+from tandem.frontend.generation.usage import CompletionDetails, PromptDetails, Usage
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished
+from tandem.protocol.events import Failure
 
 _RETRIED = ENGINE_LOSSES | {ErrorCode.OVERLOADED, ErrorCode.ENGINE_PAUSED}
 """Failure codes after which the same request may succeed later."""
@@ -228,8 +228,26 @@ class Generation:
         completion = sum(choice.num_tokens for choice in self._choices)
         # The other choices of a prompt hit the prefix cache.
         cached = sum(stream.cached_tokens for stream in self._streams[:: self.admitted.options.n])
-        prompt = self.admitted.prompt_tokens
-        return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+        prompt, details = self.admitted.prompt_tokens, PromptDetails(cached)
+        if self.admitted.options.prediction is None:
+            return Usage(prompt, completion, prompt + completion, details)
+        drafts = self.drafts()
+        predicted = CompletionDetails(drafts.accepted_predicted, drafts.predicted - drafts.accepted_predicted)
+        return Usage(prompt, completion, prompt + completion, details, predicted)
+
+    def drafts(self) -> DraftCounts:
+        """Return the numbers of drafts of all choices.
+
+        Right ones behind the end of a choice, at most those of one step, count up to its number of tokens.
+        """
+        total = DraftCounts()
+        for stream in self._streams:
+            own, most = stream.drafts, self._choices[stream.choice].num_tokens
+            total.drafted += own.drafted
+            total.accepted += min(own.accepted, most)
+            total.predicted += own.predicted
+            total.accepted_predicted += min(own.accepted_predicted, most)
+        return total
 
     @property
     def had_run(self) -> bool:
@@ -352,9 +370,6 @@ class Generation:
             self._measure(stream, before, choice.num_tokens, now)
         if delta.finish_reason is not None:
             self._record.finish_reasons.append(delta.finish_reason)
-        if isinstance(terminal, Finished):
-            self._record.drafted_tokens += terminal.num_drafted
-            self._record.accepted_tokens += terminal.num_accepted
         if terminal is not None:
             self._forget(stream.request_id)
         elif delta.finish_reason is not None:

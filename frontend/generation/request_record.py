@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct, field
 
 from tandem.frontend.access.api_key import ApiKey
-from tandem.frontend.engine.streams import TokenStream
+from tandem.frontend.engine.streams import DraftCounts, TokenStream
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.stage import Attempt, Stage, TracedSequence
 from tandem.frontend.generation.usage import Usage
@@ -134,7 +134,7 @@ class RequestRecord(Struct):
             sequences = [TracedSequence(stream.choice, stream.times, stream.cached_tokens) for stream in streams]
             self.attempts[-1].sequences = sequences
 
-    def describe(self, admitted: Admitted, usage: Usage) -> None:
+    def describe(self, admitted: Admitted, usage: Usage, drafts: DraftCounts) -> None:
         """Set the figures of a request that was sent to the engine."""
         self.admitted, self.model = admitted, admitted.model.name
         self.stages += admitted.stages
@@ -143,3 +143,4 @@ class RequestRecord(Struct):
         self.is_streamed = admitted.options.stream
         self.prompt_tokens, self.output_tokens = usage.prompt_tokens, usage.completion_tokens
         self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        self.drafted_tokens, self.accepted_tokens = drafts.drafted, drafts.accepted

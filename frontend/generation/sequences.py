@@ -57,6 +57,7 @@ def submit_command(
         key=record.claim,
         constraint_seconds=0.0 if constraint is None else constraint.seconds,
         speculation=options.speculation,
+        prediction=admitted.prediction,
     )
 
 

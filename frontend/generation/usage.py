@@ -1,6 +1,6 @@
 """Token counts of a request."""
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 
 class PromptDetails(Struct, frozen=True):
@@ -8,6 +8,15 @@ class PromptDetails(Struct, frozen=True):
 
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache for the first choice of each prompt."""
+
+
+class CompletionDetails(Struct, frozen=True):
+    """Completion token details, as in OpenAI's API: drafts from the prediction of the request."""
+
+    accepted_prediction_tokens: int
+    """Number of these drafts that became part of the completion."""
+    rejected_prediction_tokens: int
+    """Number of those that did not. They are computed, and not counted as completion tokens."""
 
 
 class Usage(Struct, frozen=True):
@@ -20,3 +29,5 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """UNSET for a request without a prediction."""

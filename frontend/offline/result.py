@@ -7,6 +7,7 @@ from msgspec import Struct
 from tandem.frontend.api.logprobs import keep_best
 from tandem.frontend.chat.message import Content, MessageDelta, Reasoning, ToolCall, join_deltas
 from tandem.frontend.chat.message_parser import MessageParser, MessageShape
+from tandem.frontend.engine.streams import DraftCounts
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
@@ -77,6 +78,10 @@ class Result(Struct, frozen=True):
     """Log-probabilities of each token of the prompt, None for the first; None unless requested."""
     error: RequestError | None = None
     """Reason of a refusal or failure; None on success."""
+    drafted_tokens: int = 0
+    """Number of drafts that were verified for the choices."""
+    accepted_tokens: int = 0
+    """Number of drafts that were right: as many steps less."""
 
     @property
     def text(self) -> str:
@@ -131,7 +136,7 @@ class ResultBuilder:
         """Create the parser of one choice of a chat."""
         return None if self._shape is None else self._shape.new_parser()
 
-    def result(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
+    def result(self, choices: Sequence[ChoiceDelta], usage: Usage, drafts: DraftCounts) -> Result:
         """Build the result from complete choices, of which `best_of` keeps the best."""
         options, ids = self.admitted.options, self.admitted.prompts[0].ids
         prompt_logprobs: list[Position | None] | None = None
@@ -141,7 +146,15 @@ class ResultBuilder:
         if options.num_returned is not None:
             choices = keep_best(choices, options.n, options.num_returned)
         outputs = [self._output(index, choice) for index, choice in enumerate(choices)]
-        return Result(ids, outputs, usage, self._prompt, prompt_logprobs)
+        return Result(
+            ids,
+            outputs,
+            usage,
+            self._prompt,
+            prompt_logprobs,
+            drafted_tokens=drafts.drafted,
+            accepted_tokens=drafts.accepted,
+        )
 
     def output_logprobs(self, scored: Sequence[ScoredToken]) -> list[Position] | None:
         """Format the log-probabilities of output tokens.

@@ -136,7 +136,8 @@ class OfflineSession:
             try:
                 generation, builder = await self._start(item, fields, label == "chat")
                 try:
-                    return builder.result(await batch.collect(generation), generation.usage())
+                    choices = await batch.collect(generation)
+                    return builder.result(choices, generation.usage(), generation.drafts())
                 finally:
                     generation.close("cancelled")
             except ApiError:

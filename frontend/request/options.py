@@ -243,6 +243,8 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     """Salt of the prefix cache, which is shared only among requests with the same salt."""
     speculation: bool = True
     """False to verify no drafts for the request."""
+    prediction: str | None = None
+    """Text that the output probably repeats, which drafts are taken from."""
 
 
 _SAME_NAME = GenerationOptions.__struct_fields__

@@ -14,7 +14,7 @@ from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.stats import new_stats
-from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.codec import pack_floats, pack_ids, unpack_ids
 from tandem.protocol.commands import Abort, AnyCommand, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Answer, Failure, Finished, Inspection, Limits, ModelFacts, Ready, Refused
@@ -188,6 +188,29 @@ class TestSubmit:
         assert (seq.client, seq.request_id, seq.submit.sampling.max_tokens, seq.arrival) == (b"a", 9, 4, 1005.0)
         assert seq.end_ids == {8, END, 2}
         assert control.stats.requests_accepted == 1
+
+    @pytest.mark.parametrize(("most", "kept"), [(0, []), (2, [5, 6]), (3, [5, 6, 7]), (9, [5, 6, 7])])
+    def test_a_prediction_is_kept_as_far_as_drafts_are_taken_from_it(self, most: int, kept: list[int]) -> None:
+        control = greeted()
+        control.limits = structs.replace(LIMITS, max_prediction=most)
+        assert control.apply(b"a", wants(prediction=pack_ids([5, 6, 7]))) is None
+        (seq,) = control.scheduler.waiting
+        assert unpack_ids(seq.submit.prediction) == kept
+
+    @pytest.mark.parametrize(
+        ("prediction", "code"),
+        [
+            (b"abc", ErrorCode.INVALID_REQUEST),
+            (pack_ids([5, VOCAB]), ErrorCode.INVALID_VALUE),
+            (pack_ids([-1, 5]), ErrorCode.INVALID_VALUE),
+        ],
+    )
+    def test_a_prediction_that_the_device_cannot_read_is_refused(self, prediction: bytes, code: ErrorCode) -> None:
+        control = greeted()
+        control.limits = structs.replace(LIMITS, max_prediction=4)
+        refusal = control.apply(b"a", wants(prediction=prediction))
+        assert isinstance(refusal, Failure) and refusal.code is code and "prediction" in refusal.message
+        assert control.scheduler.num_open == 0
 
     def test_ignore_eos_keeps_the_requests_stop_ids(self) -> None:
         control = greeted()

@@ -5,7 +5,7 @@ import pytest
 from tandem.engine_core.wire.outbox import Outbox
 from tandem.protocol.codec import decode_event, encode, pack_ids, step_output
 from tandem.protocol.commands import Abort, Submit
-from tandem.protocol.events import SequenceTimes, StepOutput, TracedOutput
+from tandem.protocol.events import DetailedOutput, SequenceTimes, StepOutput
 from tandem.protocol.params import SamplingParams
 from tests.support.recorded_engine import CLIENT, Bench
 
@@ -67,5 +67,5 @@ def test_only_a_message_with_times_grows() -> None:
     box.times.append(times)
     assert box.has_new
     traced = decode_event(box.encode(2))
-    assert isinstance(traced, TracedOutput) and traced.times == [times]
+    assert isinstance(traced, DetailedOutput) and traced.times == [times]
     assert not box.has_new

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import zmq
 
-from tandem.protocol.codec import decode_command, encode, step_output, unpack_ids
+from tandem.protocol.codec import decode_command, encode, pack_drafts, step_output, unpack_ids
 from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Pause, Resume, SetPolicy, Submit
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
     Answer,
     AnyEvent,
+    DetailedOutput,
     Failure,
     Finished,
     Heartbeat,
@@ -29,7 +30,7 @@ from tandem.protocol.events import (
     SequenceTimes,
     Started,
     StepOutput,
-    TracedOutput,
+    VerifiedDrafts,
 )
 from tandem.protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
 from tandem.protocol.stats import EngineStats
@@ -55,8 +56,8 @@ class FakeEngine:
     A script shorter than `max_tokens` ends with `end_id` as the stop token. The public attributes may be changed at
     any time: `hold` accepts and yields nothing, `frozen` stops heartbeats and steps with the sockets open, `refusal`
     answers every submit with this failure, `break_after` fails a request after that number of tokens, `cached`
-    returns how much of a prompt was in the cache, `mute` leaves calls without an answer, `resumed_early` answers a
-    pause as if a resume had come first.
+    returns how much of a prompt was in the cache, `drafts` are reported for each request with each step, `mute` leaves
+    calls without an answer, `resumed_early` answers a pause as if a resume had come first.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class FakeEngine:
         name: str = "fake-model",
         vocab_size: int = 420,
         max_len: int = 2048,
+        max_prediction: int = 0,
     ) -> None:
         self.endpoint = endpoint
         self.script = script
@@ -83,12 +85,13 @@ class FakeEngine:
         self.refusal: ErrorCode | None = None
         self.break_after: int | None = None
         self.cached: Callable[[Submit], int] = lambda _: 0
-        self.drafts = (0, 0)
+        self.drafts: tuple[int, int, bool] | tuple[()] = ()
         self.mute = False
         self.policy = "fcfs"
         self.pause: Pause | None = None
         self.resumed_early = False
         self.kv_tokens = 65536
+        self.max_prediction = max_prediction
         self.sessions: set[str] = set()
         self.end_id = END_ID
         self.tokens_per_step = 1
@@ -193,7 +196,14 @@ class FakeEngine:
             self._send(router, identity, Refused(self.hello_refusal))
             return
         self._greeted.add(identity)
-        limits = Limits(max_rows=64, kv_tokens=self.kv_tokens, page_size=16, max_step_tokens=512, max_waiting=1024)
+        limits = Limits(
+            max_rows=64,
+            kv_tokens=self.kv_tokens,
+            page_size=16,
+            max_step_tokens=512,
+            max_waiting=1024,
+            max_prediction=self.max_prediction,
+        )
         self._send(router, identity, Ready(self.protocol_version, self.epoch, self.facts, limits))
 
     def _accept(self, router: zmq.Socket[bytes], identity: bytes, submit: Submit) -> None:
@@ -264,8 +274,13 @@ class FakeEngine:
                 [token for run in runs for token in run],
                 [len(run) for run in runs],
             )
-            if any(row.submit.is_traced for row in rows):
-                output = TracedOutput(output.step_id, output.request_ids, output.counts, output.tokens)
+            if any(row.submit.is_traced for row in rows) or self.drafts:
+                drafted, numbers = pack_drafts([VerifiedDrafts(row.request_id, *self.drafts) for row in rows])
+                output = DetailedOutput(
+                    *(output.step_id, output.request_ids, output.counts, output.tokens),
+                    drafted=drafted,
+                    drafts=numbers,
+                )
             for row, run in zip(rows, runs, strict=True):
                 output.logprobs.extend(row.logprobs(len(run)))
                 if row.position == len(row.submit.prompt_ids) // 4 and (cached := self.cached(row.submit)):
@@ -283,12 +298,10 @@ class FakeEngine:
                 del self._running[row.identity, row.request_id]
                 return
         if not row.tokens:
-            if isinstance(output, TracedOutput) and row.submit.is_traced:
+            if isinstance(output, DetailedOutput) and row.submit.is_traced:
                 output.times.append(SequenceTimes(row.request_id, 0.0001, 0.0002, 0.0003, 0.0004, row.position))
             reason = FinishReason.STOP if row.ends_by_itself else FinishReason.LENGTH
-            output.finished.append(
-                Finished(row.request_id, reason, self.end_id if row.ends_by_itself else None, *self.drafts)
-            )
+            output.finished.append(Finished(row.request_id, reason, self.end_id if row.ends_by_itself else None))
             del self._running[row.identity, row.request_id]
 
     def _send(self, router: zmq.Socket[bytes], identity: bytes, event: AnyEvent) -> None:

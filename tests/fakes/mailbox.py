@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.protocol.commands import AnyCommand
-from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogprobs
+from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogprobs, VerifiedDrafts
 
 
 class FakeMailbox:
@@ -19,6 +19,7 @@ class FakeMailbox:
         self.replies: list[tuple[bytes, AnyEvent]] = []
         self.received: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         self.logprobs: dict[tuple[bytes, int], list[TokenLogprobs]] = defaultdict(list)
+        self.drafts: dict[tuple[bytes, int], list[VerifiedDrafts]] = defaultdict(list)
         self.outcomes: dict[tuple[bytes, int], list[Finished | Failure]] = defaultdict(list)
         self.times: dict[tuple[bytes, int], list[SequenceTimes]] = defaultdict(list)
         self.cached: dict[tuple[bytes, int], int] = {}
@@ -64,6 +65,9 @@ class FakeMailbox:
             key = client, part.request_id
             assert key not in self.outcomes, f"log-probabilities for {part.request_id} after its terminal event"
             self.logprobs[key].append(part)
+        for drafts in delta.drafts:
+            assert (client, drafts.request_id) not in self.outcomes, f"{drafts} after the terminal event"
+            self.drafts[client, drafts.request_id].append(drafts)
         self._pending.add(client)
 
     def add_start(self, client: bytes, started: Started) -> None:

@@ -126,7 +126,7 @@ class OracleParts(CudaParts):
         return TorchScorer()
 
     def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
-        return Speculator.allocate(tables.sampling, rule, TORCH_KERNELS)
+        return Speculator.allocate(tables, rule, TORCH_KERNELS)
 
 
 def oracle_parts(_kind: str) -> CudaParts:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from tandem.protocol.codec import (
     decode_event,
     encode,
+    pack_drafts,
     pack_floats,
     pack_ids,
+    read_drafts,
     read_logprobs,
     runs,
     step_output,
@@ -18,7 +20,7 @@ from tandem.protocol.codec import (
     unpack_ids,
 )
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import StepOutput, TokenLogprobs
+from tandem.protocol.events import DetailedOutput, StepOutput, TokenLogprobs, VerifiedDrafts
 from tests.support.messages import FLOAT32, INT32, UINT64
 
 RUNS = st.lists(st.tuples(UINT64, st.lists(INT32, max_size=6)), max_size=8)
@@ -141,3 +143,16 @@ def test_logprobs_round_trip(
 def test_partial_logprob_records_are_protocol_errors(top: int, size: int) -> None:
     with pytest.raises(ProtocolError, match=rf"\b{size}\b"):
         read_logprobs(TokenLogprobs(1, 0, top, bytes(size)))
+
+
+@given(st.lists(st.builds(VerifiedDrafts, UINT64, st.integers(0, 255), st.integers(0, 255), st.booleans()), max_size=8))
+def test_verified_drafts_round_trip(verified: list[VerifiedDrafts]) -> None:
+    drafted, drafts = pack_drafts(verified)
+    decoded = decode_event(encode(DetailedOutput(1, b"", b"", b"", drafted=drafted, drafts=drafts)))
+    assert isinstance(decoded, DetailedOutput) and read_drafts(decoded) == verified
+
+
+@pytest.mark.parametrize(("drafted", "drafts"), [(b"", b"\x01"), (bytes(8), b"\x01\x01"), (bytes(9), bytes(3))])
+def test_columns_of_drafts_that_disagree_are_protocol_errors(drafted: bytes, drafts: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read_drafts(DetailedOutput(1, b"", b"", b"", drafted=drafted, drafts=drafts))

@@ -39,7 +39,7 @@ SequenceTimes: request_id admitted launched first_token ended num_steps preempti
 Started: request_id cached_tokens
 StepOutput 2: step_id request_ids counts tokens finished failures logprobs started
 TokenLogprobs: request_id start top lines
-TracedOutput 7: step_id request_ids counts tokens finished failures logprobs started times
+DetailedOutput 7: step_id request_ids counts tokens finished failures logprobs started times
 EngineStats: running waiting rows_total pages_used pages_total steps_in_flight steps_launched steps_committed
     oldest_wait prompt_tokens generation_tokens zombie_rows requests_accepted requests_finished requests_failed
     stage_seconds queue_time step_rows gpu_busy_seconds gpu_idle_seconds gpu_timed_steps requests_constrained

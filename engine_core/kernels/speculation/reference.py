@@ -162,7 +162,7 @@ def find_ngram(
     longest, found, source = 0, known[:0], FROM_CONTEXT
     generated, nearest = len(known) - prompt_len, 0
     for end in range(len(prediction)):
-        count = _match_length(prediction[:end], known, rule.max_match)
+        count = _match_length(prediction, end, known, rule.max_match)
         if end == generated and count >= min(generated, rule.max_match):
             count = rule.max_match
         distance = abs(end - generated)
@@ -170,15 +170,15 @@ def find_ngram(
             longest, found, source, nearest = count, prediction[end:], FROM_PREDICTION, distance
     least = max(len(known) - rule.max_scan, 1)
     for end in range(len(known) - 1, least - 1, -1):
-        count = _match_length(known[:end], known, rule.max_match)
+        count = _match_length(known, end, known, rule.max_match)
         if count >= rule.min_match and count > longest:
             longest, found, source = count, known[end:], FROM_CONTEXT
     return found, source
 
 
-def _match_length(text: Sequence[int], known: Sequence[int], longest: int) -> int:
-    """Return how many last tokens of two sequences are equal, at most `longest`."""
+def _match_length(text: Sequence[int], end: int, known: Sequence[int], longest: int) -> int:
+    """Return how many tokens before the end in a text equal the last known ones, at most `longest`."""
     count = 0
-    while count < min(longest, len(text), len(known)) and text[-1 - count] == known[-1 - count]:
+    while count < min(longest, end, len(known)) and text[end - 1 - count] == known[-1 - count]:
         count += 1
     return count

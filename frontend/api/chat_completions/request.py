@@ -18,6 +18,7 @@ from tandem.frontend.request.options import (
     generation_options,
     rejected_with_events,
 )
+from tandem.frontend.request.prediction import PREDICTION_FIELD
 from tandem.frontend.request.tools import ToolUse, chat_tool_use
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
@@ -41,7 +42,7 @@ BODY = BodyFormat(
         Field("top_logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),
         Field("modalities", Unsupported((["text"],)), "Answers are text."),
         Field("audio", Unsupported(), "Answers are text."),
-        Field("prediction", Ignored(), "Tells what to expect, which only makes some servers faster."),
+        PREDICTION_FIELD,
         Field("verbosity", Ignored(("medium",)), "Models here are not trained on it; say it in a message."),
         Field("include_reasoning", Ignored((True,)), "Reasoning is returned apart from the answer."),
         Field("separate_reasoning", Ignored((True,)), "Reasoning is returned apart from the answer."),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from tandem.frontend.api.formatter import DONE, KEEP_ALIVE, UsageSoFar, error_event, response_head
 from tandem.frontend.api.logprobs import chat_logprobs
@@ -132,9 +133,11 @@ class ChatFormatter:
         counts = [parser.reasoning_tokens for parser in self._parsers]
         known = [count for count in counts if count is not None]
         shown: dict[str, Any] = msgspec.structs.asdict(usage)
+        predicted = shown.pop("completion_tokens_details")
+        details = {} if predicted is UNSET else msgspec.structs.asdict(predicted)
         if len(known) == len(counts):
-            shown["completion_tokens_details"] = {"reasoning_tokens": sum(known)}
-        return shown
+            details["reasoning_tokens"] = sum(known)
+        return {**shown, "completion_tokens_details": details} if details else shown
 
 
 def _delta(delta: MessageDelta, as_functions: bool) -> bytes:

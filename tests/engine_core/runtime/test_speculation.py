@@ -179,3 +179,39 @@ def test_a_text_that_repeats_takes_fewer_steps(folder: Path) -> None:
         assert driven.generate([[5, 7, 7, 7]], [params]) == [[7] * 48]
         steps.append(driven.engine.stats.steps_launched)
     assert steps[0] == 48 and steps[1] <= 8
+
+
+@pytest.mark.parametrize("kind", ["cpu, two steps in flight", "graphs"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prediction_of_the_answer_is_accepted(kind: str, temperature: float, folder: Path) -> None:
+    """For as long as it is the answer; the row's next sequence, and one beside it, have none."""
+    params = SamplingParams(24, temperature=temperature, seed=5, ignore_eos=True)
+    prompts = [[5, 9, 14], [6, 10, 15], [7, 11, 16]]
+    with KINDS[kind].kernels():
+        plain = build(folder, KINDS[kind]).generate(prompts, [params] * 3)
+        options: dict[str, Any] = {"max_rows": 2, "graph_rows": "2"} if kind == "graphs" else {"max_rows": 2}
+        driven = build(folder, KINDS[kind], speculate="ngram", speculate_tokens=3, **options)
+        wrong = [*plain[0][:11], *[(token + 1) % VOCAB for token in plain[0][11:]]]
+        for prompt, prediction in zip(prompts, (wrong, [], plain[2]), strict=True):
+            driven.submit(prompt, params, prediction=pack_ids(prediction))
+        driven.run()
+    assert [driven.tokens(number) for number in (1, 2, 3)] == plain
+    found = [[v for v in driven.mailbox.drafts[CLIENT, number] if v.is_predicted] for number in (1, 2, 3)]
+    accepted = [sum(verified.accepted for verified in drafts) for drafts in found]
+    assert not found[1] and 8 <= accepted[0] <= 10 and accepted[2] >= 16
+    assert sum(verified.drafted for verified in found[0]) > accepted[0]
+
+
+def test_a_prediction_survives_a_preemption(folder: Path) -> None:
+    params = SamplingParams(40, temperature=0.0, ignore_eos=True)
+    prompts = [[5, 9, 14], [6, 10, 15], [7, 11, 16]]
+    plain = build(folder, KINDS["cpu"]).generate(prompts, [params] * 3)
+    driven = build(folder, KINDS["cpu"], speculate="ngram", speculate_tokens=3, kv_tokens=80)
+    for prompt, prediction in zip(prompts, plain, strict=True):
+        driven.submit(prompt, params, prediction=pack_ids(prediction))
+    driven.run()
+    assert driven.engine.scheduler.preemptions > 0
+    assert [driven.tokens(number) for number in (1, 2, 3)] == plain
+    for number in (1, 2, 3):
+        drafts = driven.mailbox.drafts[CLIENT, number]
+        assert sum(verified.accepted for verified in drafts if verified.is_predicted) >= 24

@@ -16,7 +16,7 @@ from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, NEWEST, capacity,
 from tandem.protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 
-MAX_LEN, PAGES_PER_ROW, ROWS = 50, 13, 8
+MAX_LEN, PAGES_PER_ROW, ROWS, MAX_PREDICTION = 50, 13, 8, 5
 COLUMNS = (PageColumns(0, PAGES_PER_ROW),)
 IDS = st.integers(0, 2**31 - 1)
 FLOATS = st.floats(0.0, 2.0, width=32)
@@ -70,7 +70,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
         )
         if kind in ("first", "cached"):
             ends = tuple(draw(st.lists(IDS, max_size=4)))
-            admitted.append(NewSequence(100 + number, number, draw(st.integers(1, 40)), draw(params()), ends))
+            prediction = pack_ids(draw(st.lists(IDS, max_size=MAX_PREDICTION)))
+            given = (draw(st.integers(1, 40)), draw(params()), ends)
+            admitted.append(NewSequence(100 + number, number, *given, max_drafts=3, prediction=prediction))
     return StepPlan.of(7, tuple(rows), tuple(admitted))
 
 
@@ -130,7 +132,7 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
 
 
 def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
-    names = ("ints", "floats", "suppressed", "bias_index", "bias_ids", "biases")
+    names = ("ints", "floats", "suppressed", "bias_index", "bias_ids", "biases", "predictions")
     fields: dict[str, list[int]] = {name: [] for name in names}
     for a in plan.admitted:
         p = a.params
@@ -142,7 +144,7 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
             p.choice,
             p.seed,
             a.max_drafts,
-            0,
+            len(unpack_ids(a.prediction)),
             p.top_k,
         ):
             fields["ints"] += wide(value)
@@ -155,13 +157,15 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
             fields["bias_ids"].append(token)
             fields["biases"].append(bits(value))
         fields["suppressed"] += [*a.end_ids, *[-1] * (MAX_SUPPRESSED - len(a.end_ids))]
+        fields["predictions"] += unpack_ids(a.prediction)
     return {name: words for name, words in fields.items() if words}
 
 
 @settings(deadline=None, max_examples=80, print_blob=True)
 @given(plans())
 def test_every_field_of_an_eager_step_equals_the_reference(plan: StepPlan) -> None:
-    out = np.full(capacity(ROWS, 9 * ROWS, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
+    words = capacity(ROWS, 9 * ROWS, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN, MAX_PREDICTION)
+    out = np.full(words, -77, dtype=np.int32)
     packed = pack(plan, MAX_LEN, COLUMNS, out)
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
     assert found == by_hand(plan)
@@ -219,8 +223,9 @@ def test_indices_of_masks_are_looked_up_by_row() -> None:
     assert mask_indices(StepPlan.of(1, tuple(rows))) == {7: 0, 2: 1}
 
 
-def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
-    """Every row is new, scored, brings every bias and end id there can be, and pages and cached tokens between them."""
+def worst(rows: int, step_tokens: int, pages: int, uploads: int, prediction: bytes) -> StepPlan:
+    """Every row is new, scored, brings every bias and end id there can be and a prediction, and pages and cached tokens
+    between them."""
     full = SamplingParams(
         1,
         logit_bias_ids=pack_ids([5] * MAX_LOGIT_BIAS),
@@ -247,7 +252,8 @@ def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
                 prompt_logprob_ids=targets,
             )
         )
-    admitted = [NewSequence(row.seq_id, row.row, 9, full, tuple(range(MAX_SUPPRESSED))) for row in made]
+    given = (9, full, tuple(range(MAX_SUPPRESSED)))
+    admitted = [NewSequence(row.seq_id, row.row, *given, prediction=prediction) for row in made]
     return StepPlan.of(1, tuple(made), tuple(admitted))
 
 
@@ -255,12 +261,14 @@ def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
 @given(st.integers(1, 20), st.integers(0, 60), st.integers(1, 200), st.integers(0, 500))
 def test_capacity_is_enough_for_the_worst_step(rows: int, more: int, pages: int, uploads: int) -> None:
     step_tokens = rows + more
-    out = np.zeros(capacity(rows, step_tokens, pages, uploads), dtype=np.int32)
-    packed = pack(worst(rows, step_tokens, pages, uploads), 10_000, (PageColumns(0, 1000),), out)
+    out = np.zeros(capacity(rows, step_tokens, pages, uploads, MAX_PREDICTION), dtype=np.int32)
+    plan = worst(rows, step_tokens, pages, uploads, pack_ids([2] * MAX_PREDICTION))
+    packed = pack(plan, 10_000, (PageColumns(0, 1000),), out)
     assert packed.total <= len(out)
     fields: dict[str, Any] = packed.fields
     assert fields["suppressed"][1] == rows * MAX_SUPPRESSED
     assert fields["biases"][1] == rows * MAX_LOGIT_BIAS
+    assert fields["predictions"][1] == rows * MAX_PREDICTION
     assert fields["pages"][1] == pages
     assert fields["upload_tokens"][1] == step_tokens + uploads
 

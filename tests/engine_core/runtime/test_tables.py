@@ -38,7 +38,7 @@ def tables() -> DeviceTables:
 
 
 def staged(plan: StepPlan) -> tuple[torch.Tensor, Packed]:
-    out = np.zeros(capacity(4, 40, 30, 40), dtype=np.int32)
+    out = np.zeros(capacity(4, 40, 30, 40, 6), dtype=np.int32)
     packed = pack(plan, 20, (PageColumns(0, 5),), out)
     return torch.from_numpy(out)[: packed.total], packed
 
@@ -293,3 +293,19 @@ def test_biases_that_were_written_in_part_are_cleared_for_the_next_sequence() ->
     assert table.sampling.bias[0, 2, :2].tolist() == [5, 6]
     apply(table, first(2, GREEDY, [8], (3,)))
     assert (table.sampling.bias[0, 2] == -1).all()
+
+
+def test_a_prediction_is_written_to_its_row_only() -> None:
+    """The next sequence of a row without one has a length of 0, whatever the table holds."""
+    table = DeviceTables.allocate(4, 20, (PageColumns(0, 5),), torch.device("cpu"), 6)
+    news = [ScheduledSequence(row, row, 0, 1, True, tokens=pack_ids([5]), new_pages=(row,)) for row in (1, 2, 3)]
+    predictions = (b"", pack_ids([7, 8]), pack_ids([9, 10, 11, 12, 13, 14]))
+    admitted = [
+        NewSequence(row.seq_id, row.row, 1, GREEDY, prediction=own) for row, own in zip(news, predictions, strict=True)
+    ]
+    apply(table, StepPlan.of(1, tuple(news), tuple(admitted)))
+    column = INT_COLUMNS.index("prediction_len")
+    assert table.sampling.ints[:, column].tolist() == [0, 0, 2, 6, 0]
+    assert table.predictions.tolist() == [[0] * 6, [0] * 6, [7, 8, 0, 0, 0, 0], [9, 10, 11, 12, 13, 14], [0] * 6]
+    apply(table, first(3, GREEDY, [5], (1,)))
+    assert table.sampling.ints[3, column] == 0

@@ -4,9 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine_core.wire.outbox import Outbox
-from tandem.protocol.codec import decode_event, runs
+from tandem.protocol.codec import decode_event, read_drafts, runs
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished, Started, StepOutput, TokenLogprobs
+from tandem.protocol.events import (
+    DetailedOutput,
+    Failure,
+    Finished,
+    SequenceTimes,
+    Started,
+    StepOutput,
+    TokenLogprobs,
+    VerifiedDrafts,
+)
 
 
 def message(box: Outbox, step_id: int = 1) -> StepOutput:
@@ -53,6 +62,16 @@ def test_log_probabilities_of_many_steps_share_one_message(told: list[tuple[int,
     received = [(part.request_id, part.top, part.lines) for part in message(box).logprobs]
     assert received == told
     assert not box.has_new
+
+
+def test_drafts_of_many_steps_share_one_message_of_another_kind() -> None:
+    box, told = Outbox(), [VerifiedDrafts(4, 3, 2, True), VerifiedDrafts(5, 1, 0, False), VerifiedDrafts(4, 7, 7, True)]
+    box.drafts += told
+    assert box.num_bytes >= 11 * len(told)
+    box.times.append(SequenceTimes(4))
+    output = message(box)
+    assert isinstance(output, DetailedOutput) and read_drafts(output) == told and output.times == [SequenceTimes(4)]
+    assert type(message(box)) is StepOutput
 
 
 def test_more_tokens_than_one_count_can_hold_are_split() -> None:

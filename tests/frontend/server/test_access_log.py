@@ -65,7 +65,7 @@ def test_a_request_has_one_line_with_its_figures(
 
 
 def test_the_line_counts_the_drafts_of_all_choices(engine: FakeEngine, server: RunningServer, lines: list[str]) -> None:
-    engine.drafts = (5, 2)
+    engine.drafts, engine.tokens_per_step = (5, 2, False), 9
     post(server.url + "/v1/completions", json={**BODY, "n": 2})
     line = only(lines)
     assert (line["drafted_tokens"], line["accepted_tokens"]) == ("10", "4")
