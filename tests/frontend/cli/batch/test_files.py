@@ -22,6 +22,7 @@ from tandem.frontend.cli.batch.files import (
     read_requests,
     result,
 )
+from tests.support.refusals import numbers_in
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
 
@@ -44,23 +45,22 @@ def test_requests_keep_their_order_and_body_bytes(tmp_path: Path) -> None:
         ("{", "in:2: "),
         ("[1]", "in:2: Expected `object`"),
         ({**LINE, "custom_id": 3}, "custom_id"),
-        ({**LINE, "custom_id": ""}, "must have 1 to"),
+        ({**LINE, "custom_id": ""}, "1 to"),
         ({**LINE, "custom_id": "x" * (MAX_ID_CHARS + 1)}, "not 513"),
-        ({**LINE, "custom_id": "first"}, "custom_id 'first' is already used in line 1"),
-        ({**LINE, "method": "GET"}, "method must be POST, not 'GET'"),
-        ({**LINE, "url": "/v1/embeddings"}, "url must be one of /v1/completions"),
+        ({**LINE, "custom_id": "first"}, "custom_id 'first' .* line 1"),
+        ({**LINE, "method": "GET"}, "method .*POST.* 'GET'"),
+        ({**LINE, "url": "/v1/embeddings"}, "url .*/v1/completions"),
         ({**LINE, "body": 3}, "Expected `object`"),
-        ({**LINE, "body": {"stream": True}}, "a batch does not support streaming"),
-        ({**LINE, "more": 1}, "unknown field `more`"),
-        ({key: LINE[key] for key in ("custom_id", "method", "url")}, "missing required field `body`"),
+        ({**LINE, "body": {"stream": True}}, "streaming"),
+        ({**LINE, "more": 1}, "`more`"),
+        ({key: LINE[key] for key in ("custom_id", "method", "url")}, "`body`"),
         ("[" * 100_000, "in:2: "),
     ],
 )
 def test_invalid_line_is_reported_with_its_number(line: dict[str, Any] | str, reason: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in", {**LINE, "custom_id": "first"}, line)
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises(BatchError, match=reason):
         read_requests(path)
-    assert reason in str(caught.value)
 
 
 def test_all_invalid_lines_are_reported_at_once(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_all_invalid_lines_are_reported_at_once(tmp_path: Path) -> None:
         read_requests(write(tmp_path / "in", *lines))
     reports = str(caught.value).splitlines()
     assert [report.partition("in:")[2][:2] for report in reports[:3]] == ["2:", "3:", "4:"]
-    assert reports[3].endswith("in: 3 lines are invalid; nothing was sent")
+    assert numbers_in(reports[3].rpartition("in:")[2]) == [3]
     with pytest.raises(BatchError) as caught:
         read_requests(write(tmp_path / "in", *["{"] * (MAX_REPORTED + 5)))
     assert len(str(caught.value).splitlines()) == MAX_REPORTED + 1
-    assert str(caught.value).endswith("in: 5 more lines are invalid")
+    assert numbers_in(str(caught.value).rpartition("in:")[2]) == [5]
 
 
 def test_missing_input_is_reported(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tandem.frontend.cli.batch.progress import BatchProgress, Tally
 from tandem.frontend.cli.batch.run_batch import LAST_PAUSE, BatchSender
 from tandem.frontend.cli.connection import ServerError
 from tests.fakes.http_server import Answer, ScriptedServer, scripted_server
+from tests.support.refusals import numbers_in
 
 
 class Terminal(io.StringIO):
@@ -62,7 +63,7 @@ def test_client_error_is_recorded_without_retry(code: int) -> None:
 @pytest.mark.parametrize(
     ("code", "error", "remedy"),
     [
-        (401, "invalid_api_key", r"\(401, invalid_api_key\); give --api-key or set TANDEM_API_KEY"),
+        (401, "invalid_api_key", r"\(401, invalid_api_key\);.* --api-key .*TANDEM_API_KEY"),
         (403, "insufficient_permissions", r"\(403, insufficient_permissions\)"),
     ],
 )
@@ -134,15 +135,15 @@ def test_a_wait_is_counted_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     progress.draw()
     progress.proceed()
     first, second, bar = filter(None, terminal.getvalue().split("\r"))
-    assert first.rstrip() == "waiting for the server at http://x, 1 s"
-    assert second.rstrip() == "waiting for the server at http://x, 2 s"
+    assert "http://x" in first and [numbers_in(line) for line in (first, second)] == [[1], [2]]
     assert "0/4 requests" in bar
 
 
 def test_response_that_is_not_json_is_a_failure() -> None:
     with scripted_server(Answer(200, b"<html>")) as server:
         outcome, _ = send(server.url, 1)
-    assert outcome == BatchFailure("invalid_response", "the server's answer (200) is not JSON")
+    assert isinstance(outcome, BatchFailure)
+    assert outcome.code == "invalid_response" and "(200)" in outcome.message
 
 
 def test_response_that_times_out_is_a_failure() -> None:

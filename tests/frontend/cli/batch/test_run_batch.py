@@ -19,6 +19,7 @@ from tandem.frontend.cli.main import main
 from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import DEADLINE, RunningServer, until
+from tests.support.refusals import numbers_in
 from tests.support.shared_frontend import shared_fixtures
 
 ROOT = Path(__file__).parents[4]
@@ -39,6 +40,11 @@ def paths(tmp_path: Path) -> tuple[Path, Path]:
 
 def argv(server: RunningServer, paths: tuple[Path, Path], *flags: str) -> list[str]:
     return ["run-batch", "--url", server.url, *flags, *map(str, paths)]
+
+
+def totals(printed: str) -> list[float]:
+    """Return the numbers of requests, successes, failures and requests left in the last line that was printed."""
+    return numbers_in(printed.splitlines()[-1])
 
 
 def results(path: Path) -> dict[str, Any]:
@@ -64,9 +70,9 @@ def test_batch_writes_a_result_for_every_request(
     assert len({one["id"] for one in found.values()}) == len({one["response"]["request_id"] for one in found.values()})
     out, err = capsys.readouterr()
     assert out == ""
-    assert "this run: 12 succeeded, 0 failed; " in err
+    assert "12 succeeded, 0 failed;" in err
     assert f"{sum(range(1, 13))} out" in err
-    assert err.endswith("12 requests: 12 succeeded, 0 failed, 0 left\n")
+    assert totals(err) == [12, 12, 0, 0]
     assert len(engine.submits) == 12
 
 
@@ -82,7 +88,7 @@ def test_batch_records_failures_and_exits_with_1(
         "other": 404,
     }
     assert found["hot"]["response"]["body"]["error"]["param"] == "temperature"
-    assert "1 succeeded, 2 failed (1 with 400, 1 with 404)" in capsys.readouterr().err
+    assert re.search(r"\b1 succeeded, 2 failed \(1 .*400, 1 .*404\)", capsys.readouterr().err)
     before = paths[1].read_bytes()
     assert main(argv(server, paths)) == 1, "a failure of an earlier run is one of the batch still"
     assert paths[1].read_bytes() == before
@@ -133,7 +139,7 @@ def test_batch_resumes_after_it_was_killed(
     assert paths[1].read_bytes().startswith(written)
     limits = Counter(submit.sampling.max_tokens for submit in engine.submits)
     assert [limits[20 + int(name[1:])] for name in before] == [1] * done, "what was done is not sent again"
-    assert capsys.readouterr().err.endswith("40 requests: 40 succeeded, 0 failed, 0 left\n")
+    assert totals(capsys.readouterr().err) == [40, 40, 0, 0]
 
 
 def test_interrupted_batch_tells_how_to_continue(
@@ -146,7 +152,7 @@ def test_interrupted_batch_tells_how_to_continue(
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130
-    assert err.endswith("2 requests: 1 succeeded, 0 failed, 1 left; run the same command again to continue\n")
+    assert totals(err) == [2, 1, 0, 1]
     assert results(paths[1]).keys() == {"quick"}
     until(lambda: engine.num_running == 0, "the engine is told")
 
@@ -157,8 +163,8 @@ def test_unreachable_server_is_not_recorded_as_a_result(
     paths[0].write_text(line("a") + line("b"))
     assert main(["run-batch", "--url", "http://127.0.0.1:1", "--retries", "0", *map(str, paths)]) == 1
     err = capsys.readouterr().err
-    assert "no server answers on http://127.0.0.1:1" in err
-    assert "2 left; run the same command again to continue" in err
+    assert "http://127.0.0.1:1" in err
+    assert totals(err) == [2, 0, 0, 2]
     assert paths[1].read_bytes() == b""
     assert main(argv(server, paths)) == 0
 
@@ -172,10 +178,8 @@ def test_a_request_that_a_busy_server_turned_away_is_left_for_the_next_run(
     with scripted_server(Answer(200), busy) as server:
         assert main([*run, "--url", server.url]) == 1
     err = capsys.readouterr().err
-    assert (
-        "tandem: requests left without an answer: 1; the first, 'b': the session is busy (409, session_busy)\n" in err
-    )
-    assert err.endswith("2 requests: 1 succeeded, 0 failed, 1 left; run the same command again to continue\n")
+    assert re.search(r"\btandem: .*\b1; .*'b': the session is busy \(409, session_busy\)\n", err)
+    assert totals(err) == [2, 1, 0, 1]
     assert results(paths[1]).keys() == {"a"}
     with scripted_server(Answer(500), Answer(200)) as server:
         assert main([*run, "--url", server.url, "--retries", "1"]) == 0
@@ -193,8 +197,8 @@ def test_a_refused_key_ends_the_run_and_leaves_its_requests(
         assert main([*run, "--url", server.url]) == 1
         assert len(server.requests) == 2
     err = capsys.readouterr().err
-    assert "tandem: a valid API key is required (401, invalid_api_key); give --api-key or set TANDEM_API_KEY\n" in err
-    assert err.endswith("5 requests: 1 succeeded, 0 failed, 4 left; run the same command again to continue\n")
+    assert re.search(r"\btandem: .*\(401, invalid_api_key\);.* --api-key .*TANDEM_API_KEY\n", err)
+    assert totals(err) == [5, 1, 0, 4]
     with scripted_server(Answer(200)) as server:
         assert main([*run, "--url", server.url]) == 0
     assert results(paths[1]).keys() == {f"r{number}" for number in range(5)}
@@ -222,7 +226,7 @@ def test_a_disk_that_is_full_ends_the_run_in_a_line_and_a_second_run_goes_on(
     assert main(argv(server, paths, "--concurrency", "3")) == 1
     said = capsys.readouterr().err
     assert f"tandem: {paths[1]} " in said and os.strerror(errno.ENOSPC) in said
-    assert "6 requests: 2 succeeded, 0 failed, 4 left" in said
+    assert totals(said) == [6, 2, 0, 4]
     monkeypatch.setattr(files.os, "write", real)
     assert main(argv(server, paths)) == 0
     assert results(paths[1]).keys() == {f"r{number}" for number in range(6)}
