@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import os
 import resource
 import select
 import socket
@@ -25,6 +26,7 @@ from tandem.frontend.listening import (
     url_of,
 )
 
+IN_USE = os.strerror(errno.EADDRINUSE)
 RAISE = """
 import resource
 from tandem.frontend.listening import allowed_connections, raise_file_limit
@@ -75,9 +77,9 @@ def test_url_has_brackets_around_an_address_of_version_6() -> None:
 
 
 def test_address_in_use_is_named_without_its_address() -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="Address already in use") as caught:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match=IN_USE) as caught:
         listen("127.0.0.1", taken.getsockname()[1])
-    assert caught.value.strerror == "Address already in use"
+    assert (caught.value.errno, caught.value.strerror) == (errno.EADDRINUSE, IN_USE)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
@@ -101,7 +103,7 @@ def test_shared_sockets_have_one_address_and_each_gets_connections(host: str, co
 def test_shared_address_is_refused_to_a_second_server(first: int, second: int, host: str) -> None:
     with ExitStack() as stack:
         sockets = [stack.enter_context(sock) for sock in listen_shared("127.0.0.1", 0, first)]
-        with pytest.raises(OSError, match="Address already in use") as refusal:
+        with pytest.raises(OSError, match=IN_USE) as refusal:
             listen_shared(host, sockets[0].getsockname()[1], second)
         assert refusal.value.errno == errno.EADDRINUSE
 

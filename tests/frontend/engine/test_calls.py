@@ -90,7 +90,7 @@ def test_pause_is_answered_with_the_reason_why_there_is_none() -> None:
         calls.answer(Answer(sent[1].call, True, pause_changes=3))
         assert not resumed.done()
         calls.answer(Answer(sent[2].call, True, pause_changes=4))
-        assert (await refused, await paused) == ("it was resumed", "")
+        assert "resumed" in await refused and await paused == ""
         await resumed
 
     asyncio.run(ask())

@@ -41,10 +41,7 @@ def test_a_stale_heartbeat_of_a_lost_engine_opens_no_link(opened: list[int]) -> 
     clock.now += STALE_SECONDS / 2
     frontend._on_heartbeat(heartbeat(1))
     assert opened == [1]
-    assert (frontend.health().status, frontend.health().reason) == (
-        "lost",
-        "the engine closed the connection; waiting for a heartbeat from it or from another engine",
-    )
+    assert frontend.health().status == "lost" and "closed" in frontend.health().reason
     frontend._on_heartbeat(heartbeat(2))
     assert opened == [1, 2]
     assert frontend.health().status == "connecting"

@@ -1,12 +1,12 @@
 """Which engines a frontend can serve."""
 
+import re
+
 import pytest
 
 from tandem.frontend.engine.compatibility import Fingerprints, mismatch
 from tandem.protocol.events import Limits, ModelFacts, Ready
 from tandem.protocol.version import PROTOCOL_VERSION
-
-SPEAKS = f"the engine speaks protocol {{}}, this frontend {PROTOCOL_VERSION}; "
 
 
 def ready(tokenizer: str = "", template: str = "", version: int = PROTOCOL_VERSION) -> Ready:
@@ -31,20 +31,11 @@ def test_an_empty_fingerprint_fits_any(theirs: Ready, ours: Fingerprints) -> Non
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        (
-            ready(version=99),
-            f"{SPEAKS.format(99)}upgrade tandem-llm on the host of the frontend",
-        ),
-        (
-            ready(version=1),
-            f"{SPEAKS.format(1)}upgrade tandem-llm on the host of the engine",
-        ),
-        (ready("x", "b"), "the engine's tokenizer.json (sha256 x) is not this frontend's (a)"),
-        (
-            ready("a", "y"),
-            "the chat template of the engine's model (sha256 y) is not that of this frontend's folder (b)",
-        ),
+        (ready(version=99), rf"\b99, .*\b{PROTOCOL_VERSION};.*\bupgrade\b.*\bfrontend$"),
+        (ready(version=1), rf"\b1, .*\b{PROTOCOL_VERSION};.*\bupgrade\b.*\bengine$"),
+        (ready("x", "b"), r"tokenizer\.json \(sha256 x\).*\(a\)"),
+        (ready("a", "y"), r"chat template\b.*\(sha256 y\).*\(b\)"),
     ],
 )
 def test_what_differs_is_named(theirs: Ready, reason: str) -> None:
-    assert reason in (mismatch(theirs, Fingerprints("a", "b")) or "")
+    assert re.search(reason, mismatch(theirs, Fingerprints("a", "b")) or "")

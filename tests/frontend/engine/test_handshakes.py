@@ -98,7 +98,7 @@ def test_a_refused_key_is_logged_and_tried_again(
     async def run() -> None:
         health = EngineWatch(5.0, 60.0)
         async with watched(engine, engine.frontend, health) as subscriber:
-            await said(caplog, "the engine refuses this frontend's key", "refused a frontend from 127.0.0.1")
+            await said(caplog, REFUSED_KEY, "a frontend from 127.0.0.1")
             assert (health.health().status, REFUSED_KEY in health.health().reason) == ("waiting", True)
             away.rename(engine.key)
             heartbeat = decode_event(await asyncio.wait_for(subscriber.recv(), LIMIT))
@@ -107,7 +107,7 @@ def test_a_refused_key_is_logged_and_tried_again(
             assert REFUSED_KEY not in health.health().reason
 
     asyncio.run(run())
-    assert caplog.text.count("refuses this frontend's key") == 1
+    assert caplog.text.count(REFUSED_KEY) == 1
 
 
 def test_the_key_of_another_engine_is_logged_on_both_sides(

@@ -191,7 +191,7 @@ def test_should_restart_a_hung_engine() -> None:
     for second in range(61):
         assert engine.at(float(second)).should_restart(8.0) == ""
         engine.sends(heartbeat(pending=2, steps=7), float(second))
-    assert "no step for 61 s while 2 requests" in engine.at(61.0).should_restart(8.0)
+    assert numbers_in(engine.at(61.0).should_restart(8.0))[:2] == [61, 2]
 
 
 @pytest.mark.parametrize("hang_timeout", [2.0, 8.0])

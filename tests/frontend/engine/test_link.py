@@ -94,7 +94,7 @@ def test_a_link_that_the_engine_closes_breaks_with_the_reason(ipc_dir: Path) -> 
 def test_a_link_whose_engine_disconnects_breaks(ipc_dir: Path) -> None:
     async def test(opened: Opened) -> None:
         opened.router.close(linger=0)
-        assert await opened.reason() == "the engine closed the connection"
+        assert "closed" in await opened.reason()
 
     with_link(ipc_dir, test)
 
@@ -109,7 +109,7 @@ def test_what_an_engine_sent_before_it_ended_is_handled_before_its_link_breaks(
         for _ in range(OUTPUT_HIGH_WATER_MARK // 2):
             await opened.router.send_multipart([opened.identity, encode(READY)])
         opened.router.close(linger=int(1000 * LIMIT))
-        assert await opened.reason() == "the engine closed the connection"
+        assert "closed" in await opened.reason()
         assert told == [READY] * (OUTPUT_HIGH_WATER_MARK // 2)
 
     with_link(ipc_dir, test, told.append)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,13 @@ def test_model_without_the_file_has_no_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"temperature": 7, "top_k": 3}, "temperature is 7 and not used; it must be a number, 0 to 2"),
-        ({"top_p": 0, "top_k": 3}, "top_p is 0 and not used; it must be a number, above 0 and at most 1"),
-        ({"min_p": "0.1", "top_k": 3}, "min_p is '0.1' and not used"),
-        ({"temperature": True, "top_k": 3}, "temperature is True and not used"),
-        ({"top_p": float("nan"), "top_k": 3}, "JSON is malformed"),
-        ("[]", "Expected `object`, got `array`"),
-        ("{", "Input data was truncated"),
+        ({"temperature": 7, "top_k": 3}, r"temperature is 7\b.*\bnumber, 0 to 2\b"),
+        ({"top_p": 0, "top_k": 3}, r"top_p is 0\b.*\bnumber, .*\b1\b"),
+        ({"min_p": "0.1", "top_k": 3}, r"min_p is '0\.1'.*\bnumber\b"),
+        ({"temperature": True, "top_k": 3}, r"temperature is True\b.*\bnumber\b"),
+        ({"top_p": float("nan"), "top_k": 3}, "JSON"),
+        ("[]", "`array`"),
+        ("{", "truncated"),
     ],
 )
 def test_values_that_no_request_could_have_are_left_out_with_a_warning(
@@ -62,8 +63,8 @@ def test_values_that_no_request_could_have_are_left_out_with_a_warning(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         found = load_sampling_defaults(write(tmp_path, config))
-    assert reason in caplog.text
-    assert found == ({"top_k": 3} if "must be a number" in caplog.text else {})
+    assert re.search(reason, caplog.text)
+    assert found == ({"top_k": 3} if "number" in reason else {})
 
 
 @pytest.fixture(scope="module")

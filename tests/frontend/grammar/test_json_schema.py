@@ -1,5 +1,6 @@
 """Supported and unsupported JSON schemas, and the place of an error."""
 
+import re
 from typing import Any
 
 import pytest
@@ -37,35 +38,34 @@ UNSUPPORTED = (
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
 def test_unsupported_keyword_is_reported_with_its_pointer(keyword: str) -> None:
     schema = {"properties": {"a/b": {"anyOf": [{}, {"items": {keyword: True}}]}}}
-    assert error_of(schema).startswith(
-        f"at #/properties/a~1b/anyOf/1/items: the keyword '{keyword}' is not supported; remove it"
-    )
+    pointer = "#/properties/a~1b/anyOf/1/items"
+    assert re.match(rf"at {pointer}: .*'{re.escape(keyword)}'.*\bnot supported\b", error_of(schema))
 
 
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({"type": "objekt"}, "at #: 'objekt' is not a type"),
-        ({"items": {"minimum": 10**20}}, "at #/items/minimum: the number 100000000000000000000 is beyond 2**53"),
-        ({"enum": [1, {"a": [2**53, -(2**53) - 1]}]}, "at #/enum: the number -9007199254740993 is beyond 2**53"),
-        ({"const": 12345678901234567890123}, "at #/const: the number 12345678901234567890123 is beyond 2**53"),
-        ({"items": {"type": ["string", 3]}}, "at #/items: '3' is not a type"),
-        ({"items": {"format": "iri"}}, "at #/items: the format 'iri' is not supported"),
-        ({"items": 3}, "at #/items: a schema must be an object or a boolean"),
-        ({"anyOf": {}}, "at #: 'anyOf' must be an array of schemas"),
-        ({"properties": []}, "at #: 'properties' must be an object of schemas"),
-        ({"items": {"$ref": "http://example.org/x"}}, "at #/items: $ref must point into the same schema"),
-        ({"items": {"$ref": "other.json#/x"}}, "at #/items: $ref must point into the same schema"),
-        ({"$ref": "#/$defs/a"}, "at #: $ref '#/$defs/a' does not resolve to a schema"),
-        ({"anyOf": [{"$ref": "#/anyOf/7"}]}, "at #/anyOf/0: $ref '#/anyOf/7' does not resolve to a schema"),
-        ({"items": {"$id": "x"}}, "at #/items: '$id' is supported only at the root"),
-        ({"enum": list(range(10_001))}, "at #: more than 10000 enum values"),
-        ({"anyOf": [{}] * 5000}, "more than 5000 schemas"),
-        (nested(MAX_NESTING + 2), f"nested more than {MAX_NESTING} levels deep"),
+        ({"type": "objekt"}, "at #: 'objekt' .*type"),
+        ({"items": {"minimum": 10**20}}, r"at #/items/minimum: .* 100000000000000000000 .*2\*\*53"),
+        ({"enum": [1, {"a": [2**53, -(2**53) - 1]}]}, r"at #/enum: .* -9007199254740993 .*2\*\*53"),
+        ({"const": 12345678901234567890123}, r"at #/const: .* 12345678901234567890123 .*2\*\*53"),
+        ({"items": {"type": ["string", 3]}}, "at #/items: '3' .*type"),
+        ({"items": {"format": "iri"}}, "at #/items: .*format 'iri'"),
+        ({"items": 3}, "at #/items: .*object or .*boolean"),
+        ({"anyOf": {}}, "at #: 'anyOf' .*array"),
+        ({"properties": []}, "at #: 'properties' .*object"),
+        ({"items": {"$ref": "http://example.org/x"}}, r"at #/items: \$ref .*same schema"),
+        ({"items": {"$ref": "other.json#/x"}}, r"at #/items: \$ref .*same schema"),
+        ({"$ref": "#/$defs/a"}, r"at #: \$ref '#/\$defs/a' .*not resolve"),
+        ({"anyOf": [{"$ref": "#/anyOf/7"}]}, r"at #/anyOf/0: \$ref '#/anyOf/7' .*not resolve"),
+        ({"items": {"$id": "x"}}, r"at #/items: '\$id' .*root"),
+        ({"enum": list(range(10_001))}, "at #: .* 10000 enum"),
+        ({"anyOf": [{}] * 5000}, " 5000 schemas"),
+        (nested(MAX_NESTING + 2), f"nested .* {MAX_NESTING} "),
     ],
 )
 def test_check_schema_rejects_invalid_schemas(schema: dict[str, Any], text: str) -> None:
-    assert text in error_of(schema)
+    assert re.search(text, error_of(schema))
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,8 @@ def test_killed_process_is_replaced_and_an_error_of_the_log(caplog: pytest.LogCa
         assert (await process.ask(FINE, 3.0)).error is None
 
     with_process(body)
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("ERROR", "the process that compiles grammars ended with signal SIGKILL")
-    ]
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "SIGKILL" in record.getMessage()
 
 
 @pytest.mark.parametrize("victim", ["program", "child"])

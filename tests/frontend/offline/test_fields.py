@@ -1,6 +1,7 @@
 """Keywords of offline calls, right and wrong."""
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
@@ -33,17 +34,17 @@ TALK = [{"role": "user", "content": "a"}]
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"temprature": 1}, "'temprature' is not a field of this request; did you mean 'temperature'"),
-        ({"max_token": 1}, "did you mean 'max_tokens'"),
-        ({"json_schemas": {}}, "did you mean 'json_schema'"),
-        ({"echo_x_y": 1}, "'echo_x_y' is not a field of this request"),
-        ({"stream": True}, "'stream' is not a keyword here; call stream\\(\\) or stream_chat"),
+        ({"temprature": 1}, r"'temprature'.* 'temperature'\?"),
+        ({"max_token": 1}, r"'max_token'.* 'max_tokens'\?"),
+        ({"json_schemas": {}}, r"'json_schemas'.* 'json_schema'\?"),
+        ({"echo_x_y": 1}, "'echo_x_y'"),
+        ({"stream": True}, r"'stream'.* stream\(\) or stream_chat\b"),
         ({"echo": True}, "give prompt_logprobs=N"),
         ({"use_tqdm": False}, "give progress=False"),
-        ({"sampling_params": 1}, "give its fields as keywords"),
-        ({"model": "m"}, "it is given to the constructor"),
+        ({"sampling_params": 1}, "'sampling_params'.* keywords"),
+        ({"model": "m"}, "'model'.* constructor"),
         ({"json_schema": Model}, r"give Model\.model_json_schema\(\)"),
-        ({"json_schema": {}, "response_format": {"type": "text"}}, "give one of them"),
+        ({"json_schema": {}, "response_format": {"type": "text"}}, "'json_schema' .*'response_format'"),
     ],
 )
 def test_a_name_that_is_no_keyword_is_a_type_error(given: dict[str, Any], reason: str) -> None:
@@ -91,12 +92,12 @@ def test_prompts_are_texts_or_token_ids(given: Any, prompts: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ([["a", "b"]], "prompt 0 is a list with a str"),
-        ([1, "a"], "the prompt is a list with a str"),
-        (["a", [1, 2.0]], "prompt 1 is a list with a float"),
+        ([["a", "b"]], r"prompt 0\b.* list with a str\b"),
+        ([1, "a"], r"the prompt\b.* list with a str\b"),
+        (["a", [1, 2.0]], r"prompt 1\b.* list with a float\b"),
         ([[True]], "a bool"),
-        ([{"prompt": "a"}], "prompt 0 must be a text, a list of token ids, or a list of those, not .* type dict"),
-        (3, "prompts must be a text, .* not a value of type int"),
+        ([{"prompt": "a"}], "prompt 0 .*list.* type dict"),
+        (3, "prompts must .*list.* type int"),
     ],
 )
 def test_other_prompts_are_a_type_error(given: Any, reason: str) -> None:
@@ -130,11 +131,11 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("kv_dtype", "int8", r"kv_dtype='int8': invalid choice: 'int8' \(choose from .*fp8"),
-        ("quantize", "awq", r"quantize='awq': invalid choice: 'awq' \(choose from .*fp8"),
+        ("kv_dtype", "int8", r"kv_dtype='int8': .*'int8' \(.*fp8"),
+        ("quantize", "awq", r"quantize='awq': .*'awq' \(.*fp8"),
         ("prefill_chunk", "on", "prefill_chunk='on': "),
-        ("max_rows", "many", "max_rows='many': invalid int value: 'many'"),
-        ("kv_memory", "4GX", "kv_memory='4GX': '4GX' is not a number of bytes"),
+        ("max_rows", "many", "max_rows='many': .*int"),
+        ("kv_memory", "4GX", "kv_memory='4GX': .*bytes"),
     ],
 )
 def test_a_value_that_no_flag_takes_is_refused_by_its_name(name: str, value: str, text: str) -> None:
@@ -153,24 +154,15 @@ def test_values_are_kept_as_they_are_given(options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("given", "call"),
     [
-        (
-            SamplingParams(),
-            "sampling parameters are keywords here, not a SamplingParams; call for example "
-            "llm.generate(prompts, temperature=0, max_tokens=64)",
-        ),
-        (
-            {"temperature": 0.5, "stop": ["x"]},
-            "sampling parameters are keywords here, not a dict; call "
-            "llm.generate(prompts, temperature=0.5, stop=['x'])",
-        ),
+        (SamplingParams(), "llm.generate(prompts, temperature=0, max_tokens=64)"),
+        ({"temperature": 0.5, "stop": ["x"]}, "llm.generate(prompts, temperature=0.5, stop=['x'])"),
     ],
 )
-def test_sampling_parameters_in_an_object_are_answered_with_the_call_that_was_meant(given: object, text: str) -> None:
-    with pytest.raises(TypeError) as caught:
+def test_sampling_parameters_in_an_object_are_answered_with_the_call_that_was_meant(given: object, call: str) -> None:
+    with pytest.raises(TypeError, match=rf"\b{type(given).__name__};.* {re.escape(call)}$"):
         refuse_parameters(given, "llm.generate(prompts")
-    assert str(caught.value) == text
     refuse_parameters(None, "llm.generate(prompts")
 
 

@@ -238,22 +238,22 @@ def test_a_model_that_cannot_start_raises_with_the_reason(folder: Path, capsys: 
         LLM(str(folder / "none"))
     log, error = (f"2026-11-22T06:00:00.000Z engine {level}" for level in ("INFO loading", "ERROR a reason for"))
     write_tandem(folder, f"import sys; sys.exit(f'{error} {{sys.argv[-1]}}\\n{log}')")
-    with pytest.raises(EngineError, match=r"ended with exit code 1: a reason for --log-level=error$"):
+    with pytest.raises(EngineError, match=r"\b1: a reason for --log-level=error$"):
         LLM(str(folder), log_level="error")
     assert f"{log}\n" in capsys.readouterr().err
     lines = [f"{error}:", *(f"      part {number}" for number in range(21))]
     write_tandem(folder, f"import sys; print(*{lines}, sep='\\n', file=sys.stderr); sys.exit(2)")
-    with pytest.raises(EngineError, match=r"exit code 2: a reason for:\n      part 0\n(.*\n)+      part 20$"):
+    with pytest.raises(EngineError, match=r"\b2: a reason for:\n      part 0\n(.*\n)+      part 20$"):
         LLM(str(folder))
     write_tandem(folder, f"import sys; print('{error} one', '{error} two', sep='\\n', file=sys.stderr); sys.exit(2)")
-    with pytest.raises(EngineError, match=r"exit code 2: a reason for one\na reason for two$"):
+    with pytest.raises(EngineError, match=r"\b2: a reason for one\na reason for two$"):
         LLM(str(folder))
     write_tandem(folder, f"import sys; print('{error} one', '{error} two', sep='\\n', file=sys.stderr); sys.exit(1)")
-    with pytest.raises(EngineError, match=r"exit code 1: a reason for two$"):
+    with pytest.raises(EngineError, match=r"\b1: a reason for two$"):
         LLM(str(folder))
     write_tandem(folder, "import sys; sys.exit(2)")
-    with pytest.raises(EngineError, match=r"ended with exit code 2$"):
+    with pytest.raises(EngineError, match=r"\bexit code 2$"):
         LLM(str(folder))
     write_tandem(folder, "import time; time.sleep(1000)")
-    with pytest.raises(EngineError, match="not ready after 0 s: no heartbeat"):
+    with pytest.raises(EngineError, match=r"\b0 s: .*heartbeat"):
         LLM(str(folder), startup_timeout=0.2)

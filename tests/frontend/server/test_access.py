@@ -65,8 +65,8 @@ def test_a_failure_is_logged_with_its_id(
     assert response.status_code == 500
     assert response.headers["x-request-id"] == "find-me"
     assert error_of(response)["code"] == "internal_error"
-    assert "500 for GET '/v1/models', request id find-me" in caplog.text
-    assert "GET '/v1/models' failed, request id find-me" in caplog.text
+    lines = [message for message in caplog.messages if "GET '/v1/models'" in message and "find-me" in message]
+    assert [line.startswith("500 ") for line in lines].count(True) == 1 and len(lines) == 2
     assert "ZeroDivisionError" in caplog.text
     assert 'route="/v1/models",status="500"' in get(server.url + "/metrics").text
 
@@ -80,7 +80,7 @@ def test_a_flood_of_503s_is_few_lines_of_the_log(config: FrontendConfig, caplog:
         running.stop()
     lines = [line for line in caplog.messages if line.startswith("503 for POST '/v1/completions', request id req_")]
     assert len(lines) == 1
-    assert lines[0].endswith(": 'the engine is not ready: no heartbeat from the engine yet; it may be starting'")
+    assert re.search(r": '[^']*\bheartbeat\b[^']*'$", lines[0])
 
 
 def test_route_labels_are_bounded() -> None:

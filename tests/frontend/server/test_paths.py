@@ -13,22 +13,23 @@ from tests.frontend.conftest import RunningServer, get, post
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("/v1/embeddings", "embeddings are not supported"), ("/v1/embeddings/", "embeddings are not supported"),
-        ("/v1/files/file-1/content", "files are not supported"), ("/v1/audio/speech", "audio is not supported"),
-        ("/v1/batches", "the Batch API is not supported; `tandem run-batch` sends a file of requests"),
-        ("/chat/completions", "/chat/completions: not found; the base URL of this API ends in /v1"),
+        ("/v1/embeddings", "embeddings"), ("/v1/embeddings/", "embeddings"),
+        ("/v1/files/file-1/content", "files"), ("/v1/audio/speech", "audio"),
+        ("/v1/batches", "`tandem run-batch`"),
+        ("/chat/completions", "ends in /v1"),
         (
             "/v1/v1/completions",
-            "/v1/v1/completions: not found; /v1 is in it twice (the base URL of Anthropic's clients has none)",
+            "/v1 is in it twice",
         ),
-        ("/v1/nothing", "POST /v1/nothing: not found; GET /openapi.json lists all routes"),
-        ("/v1/filesystem", "POST /v1/filesystem: not found; GET /openapi.json lists all routes"),
+        ("/v1/nothing", "GET /openapi.json"),
+        ("/v1/filesystem", "GET /openapi.json"),
     ],
 )  # fmt: skip
 def test_missing_route_is_404_and_says_what_is_missing(server: RunningServer, path: str, text: str) -> None:
     response = post(server.url + path, json={"model": "fake-model", "input": "a"})
     error = error_of(response)
-    assert (response.status_code, error["code"], error["message"]) == (404, "unknown_url", text)
+    assert (response.status_code, error["code"]) == (404, "unknown_url")
+    assert text in error["message"]
 
 
 def test_long_path_is_not_repeated(server: RunningServer) -> None:

@@ -120,7 +120,7 @@ def test_a_request_that_lost_its_engine_shows_both(engine: FakeEngine, traced: R
     assert attributes(lost)["tandem.engine.epoch"] == str(first)
     assert attributes(kept)["tandem.engine.epoch"] == str(engine.epoch)
     assert [attributes(span)["tandem.attempt"] for span in (lost, kept)] == [1, 2]
-    assert (lost.status.code, lost.status.message) == (2, "the engine was lost")
+    assert lost.status.code == 2 and "lost" in lost.status.message
     assert lost.end_time_unix_nano <= kept.start_time_unix_nano
     assert_nested(spans, root)
 

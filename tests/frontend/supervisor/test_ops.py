@@ -66,10 +66,9 @@ def test_an_engine_alone_says_nothing_of_frontends() -> None:
 
 def test_frontends_alone_are_ready_while_one_serves() -> None:
     assert health(None, frontends(True, False)[0])["status"] == "ready"
-    assert health(None, frontends(False)[0]) == {
-        "status": "no_frontend", "reason": "none of the frontends (1) is ready: they start or drain",
-        "frontends": 1, "frontends_serving": 0,
-    }  # fmt: skip
+    found = health(None, frontends(False)[0])
+    assert "(1)" in found.pop("reason")
+    assert found == {"status": "no_frontend", "frontends": 1, "frontends_serving": 0}
 
 
 def test_frontends_alone_tell_of_their_engine() -> None:

@@ -12,6 +12,7 @@ from tandem.frontend.supervisor.status_log import LOADING_SECONDS, THROUGHPUT_SE
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
+from tests.support.refusals import numbers_in
 
 
 class Engine:
@@ -42,7 +43,7 @@ def test_loading_is_reported_at_intervals(lines: Callable[[], list[str]]) -> Non
     engine.log.tick()
     for percent in range(0, 100, 10):
         engine.beat(Phase.LOADING, LOADING_SECONDS / 4, percent=percent)
-    assert lines() == ["the engine is loading, 30 %", "the engine is loading, 70 %"]
+    assert [numbers_in(line) for line in lines()] == [[30], [70]]
 
 
 class Terminal(io.StringIO):
@@ -67,14 +68,14 @@ def test_loading_is_one_line_on_a_terminal_that_is_redrawn_and_removed(lines: Ca
     engine.beat(Phase.WARMING, 0.1)
     engine.beat(Phase.WARMING, 0.1)
     assert terminal.getvalue() == removed
-    assert lines() == ["the engine is loading, 100 %: 15.00 of 15.00 GiB"]
+    assert [numbers_in(line) for line in lines()] == [[100, 15, 15]]
 
 
 def test_loading_that_stands_still_is_reported_once(lines: Callable[[], list[str]]) -> None:
     engine = Engine()
     for percent in (0, 0, 0, 1):
         engine.beat(Phase.LOADING, LOADING_SECONDS, percent=percent)
-    assert lines() == ["the engine is loading, 0 %", "the engine is loading, 1 %"]
+    assert [numbers_in(line) for line in lines()] == [[0], [1]]
 
 
 def test_throughput_is_that_of_the_interval(lines: Callable[[], list[str]]) -> None:

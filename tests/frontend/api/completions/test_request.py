@@ -105,8 +105,8 @@ def test_error_message_contains_the_bounds() -> None:
 
 
 def test_error_message_names_the_element_of_a_wrong_type() -> None:
-    assert refused(stop=["a", None]).message.endswith("its element 1 is null")
-    assert refused(stop_token_ids=[1, "2"]).message.endswith("its element 1 is a string")
+    assert refused(stop=["a", None]).message.endswith(" 1 is null")
+    assert refused(stop_token_ids=[1, "2"]).message.endswith(" 1 is a string")
 
 
 def test_large_prompts_parse_like_small_ones() -> None:

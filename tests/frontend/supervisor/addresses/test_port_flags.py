@@ -10,13 +10,13 @@ from tandem.frontend.supervisor.model import LaunchError
 @pytest.mark.parametrize(
     ("api", "ops", "endpoint", "message"),
     [
-        (Addresses((), 9000), ("127.0.0.1", 9000), None, "--port and --ops-port are both 9000 on 127.0.0.1"),
-        (Addresses(), ("127.0.0.1", 8000), None, r"--port \(by default\) and --ops-port are both 8000 on 127.0.0.1"),
+        (Addresses((), 9000), ("127.0.0.1", 9000), None, r"^--port and --ops-port .* 9000 on 127\.0\.0\.1\b"),
+        (Addresses(), ("127.0.0.1", 8000), None, r"^--port \(by default\) and --ops-port .* 8000 on 127\.0\.0\.1\b"),
         (Addresses(("0.0.0.0",), 9000), ("127.0.0.2", 9000), None, "both 9000 on 127.0.0.2"),
         (Addresses(("127.0.0.1",), 9000), ("::", 9000), None, "both 9000 on 127.0.0.1"),
         (Addresses(("127.0.0.1", "::1"), 9000), ("::1", 9000), None, "both 9000 on ::1"),
-        (Addresses((), 9001), ("127.0.0.1", None), "tcp://*:9000", r"--endpoint \(its port \+ 1\) are both 9001 on"),
-        (None, ("0.0.0.0", 9000), "tcp://127.0.0.1:9000", "--ops-port and the port of --endpoint are both 9000"),
+        (Addresses((), 9001), ("127.0.0.1", None), "tcp://*:9000", r"--endpoint \(.* \+ 1\) .* 9001 on\b"),
+        (None, ("0.0.0.0", 9000), "tcp://127.0.0.1:9000", r"--ops-port and .*--endpoint .* 9000\b"),
     ],
 )
 def test_flags_with_one_port_are_named_with_its_number(
