@@ -158,11 +158,11 @@ def _is_stray_scale(name: str, checkpoint: Checkpoint) -> bool:
 
 def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
     """Return the problems of one checkpoint tensor, one line each."""
-    found = printable(str(list(tensor.shape)))
     if not slots:
-        return [f"unexpected {printable(tensor.name)}: {found}"]
+        return [f"unexpected {printable(tensor.name)}: {printable(str(list(tensor.shape)))}"]
     for slot in slots:
         if tensor.shape not in slot.accepted_shapes:
+            found = printable(str(list(tensor.shape)))
             return [f"misshaped {tensor.name}: expected {_shape_text(slot)}, found {found}"]
         if tensor.dtype not in slot.dtypes:
             return [f"unreadable {tensor.name}: it is {tensor.dtype}, expected {', '.join(slot.dtypes)}"]

@@ -35,8 +35,9 @@ def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterat
 
     shape: of the whole tensor; source: the part, None for all.
     """
-    if not shape:
-        yield Piece(0, (), (), ())
+    if not shape or (source is None and 0 < prod(shape) <= most):
+        whole = (slice(None),) * len(shape)
+        yield Piece(0, shape, whole, whole)
         return
     bounds = [(0, length) for length in shape]
     if source is not None:

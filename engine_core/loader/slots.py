@@ -80,7 +80,15 @@ class WeightSlot:
     @property
     def accepted_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes that the checkpoint tensor may have, the usual one first."""
-        return self.shapes or (tuple(self.target.shape) if self.source is None else self.source.shape,)
+        return self.shapes or (self.region_shape if self.source is None else self.source.shape,)
+
+    @property
+    def region_shape(self) -> tuple[int, ...]:
+        """Shape of the region."""
+        if self.view is not None:
+            return self.view
+        shape = self.parameter.shape
+        return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 
     @property
     def target(self) -> Tensor:
@@ -93,9 +101,9 @@ class WeightSlot:
 
         shape: of the data that was read, or of the transform's result.
         """
-        if tuple(shape) != tuple(self.target.shape):
+        if tuple(shape) != self.region_shape:
             raise ConfigError(
-                f"{self.name}: read {list(shape)} for a region of shape {list(self.target.shape)}; "
+                f"{self.name}: read {list(shape)} for a region of shape {list(self.region_shape)}; "
                 "the slice or the transform of its slot does not fit the checkpoint"
             )
 
