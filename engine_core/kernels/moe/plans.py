@@ -14,6 +14,8 @@ from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey
 
 GEMV_TOKENS = 4
 """Maximum number of tokens for which each pair of a token and an expert is a GEMV."""
+NORMED_TOKENS = 16
+"""Maximum number of tokens for which the norm is fused into the router's matmul."""
 WIDE_SHARED_MEMORY = 160 * 1024
 """Least shared memory in bytes for tiles of 256 outputs."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import normed_input
-from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_router
+from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, NORMED_TOKENS, choose_router
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.norm import add_rms_norm
 from tandem.engine_core.kernels.tiles.plan_types import RouterPlan
@@ -285,13 +285,12 @@ def norm_and_route(
     `reference.moe.norm_and_route`.
     """
     tokens, inputs = x.shape
-    few = tokens <= GEMV_TOKENS
-    if few and inputs <= MAX_NORMED_INPUTS and x.is_contiguous() and residual.is_contiguous():
+    if tokens <= NORMED_TOKENS and inputs <= MAX_NORMED_INPUTS and x.is_contiguous() and residual.is_contiguous():
         normed, total, partials, counts = normed_router(x, residual, norm_weight, eps, weight, pdl)
     else:
         normed, total = add_rms_norm(x, residual, norm_weight, eps, None, pdl)
         partials, counts = router_partials(normed, weight, choose_router(tokens, inputs, 8 * weight.itemsize), pdl)
-    return normed, total, route(partials, counts, top_k, routing, uniform, rows, seed, not few, pdl)
+    return normed, total, route(partials, counts, top_k, routing, uniform, rows, seed, tokens > GEMV_TOKENS, pdl)
 
 
 def route(

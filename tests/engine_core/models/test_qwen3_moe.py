@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.kernels.moe.routing import Routing
+from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.models.registry import read_config
 from tests.support import parity
@@ -61,6 +61,31 @@ def test_router_outputs_equal_those_of_transformers(renormalized: bool, tmp_path
         routed = moe.route(found, config.moe.top_k, config.moe.routing)
         assert torch.equal(routed.ids.long(), ids)
         torch.testing.assert_close(routed.weights, weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("renormalized", [False, True])
+def test_bfloat16_experts_equal_those_of_transformers_with_its_routing(renormalized: bool, tmp_path: Path) -> None:
+    """Routing differs only where the margin of the last chosen expert is below twice the error of the logits."""
+    reference = save_random(tmp_path, {"norm_topk_prob": renormalized, "num_experts": 20})
+    x, top_k = torch.randn(200, 64), QWEN3_MOE["num_experts_per_tok"]
+    method = Routing.TOP_K_SOFTMAX if renormalized else Routing.SOFTMAX
+    for layer, other in zip(load(tmp_path, torch.bfloat16).layers, reference.model.layers, strict=True):
+        with torch.no_grad():
+            logits, weights, ids = other.mlp.gate(x)
+            exact = other.mlp.experts(x, ids, weights)
+            rounded = other.mlp.experts.bfloat16()(x.bfloat16(), ids, weights.bfloat16())
+        own = layer.mlp.experts.run(x.bfloat16(), Routed(ids.int(), weights))
+        assert relative_error(own, exact) < max(0.01, 1.2 * relative_error(rounded, exact))
+        found = moe.router_logits(x.bfloat16(), layer.mlp.router)
+        error = (found - logits).abs().amax(1)
+        ordered = logits.sort(1, descending=True).values
+        margin = ordered[:, top_k - 1] - ordered[:, top_k]
+        flipped = (moe.route(found, top_k, method).ids.long().sort(1).values != ids.sort(1).values).any(1)
+        assert (margin[flipped] < 2 * error[flipped]).all() and flipped.float().mean() < 0.1
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(("stored", "kept"), [("float32", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16")])
