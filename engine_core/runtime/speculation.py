@@ -38,14 +38,14 @@ def triton_kernels(pdl: bool) -> VerifyKernels:
 class Speculator:
     """Proposal and verification of drafts, over the device tables.
 
-    The drafter runs at the beginning of the step that verifies its drafts, after the copy of the previous step's
-    results has been enqueued: so the two overlap, and a step without drafts takes no time for them.
+    The drafter runs at the beginning of the step that verifies its drafts. The copy of the previous step's results has
+    been enqueued by then and overlaps with it. A step without drafts does not run the drafter.
     """
 
     def __init__(
         self, tables: SamplingTables, predictions: Tensor, sources: Tensor, rule: NgramRule, kernels: VerifyKernels
     ) -> None:
-        """Keep the tables and the kernels.
+        """Store the tables and the kernels.
 
         predictions: as in `propose_ngrams`; sources: [max_rows] int32, scratch.
         """
@@ -74,10 +74,10 @@ class Speculator:
         return self.kernels.verify_inputs(self.tables, page_tables, rows, 1 + num_drafts, samples)
 
     def accept(self, rows: Tensor, num_drafts: int, sampled: Tensor) -> None:
-        """Accept drafts by the tokens that were sampled.
+        """Accept the drafts that equal the sampled tokens.
 
-        rows: [B] int32; sampled: [B * (1 + num_drafts) + B] int32, the sampled tokens, then the rows' counts, which are
-        written.
+        rows: [B] int32; sampled: [B * (1 + num_drafts) + B] int32, the sampled tokens, followed by the counts of the
+        rows, which this writes.
         """
         count = len(rows) * (1 + num_drafts)
         sources = self.sources[: len(rows)]

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: the leading ones that equal the sampled tokens, and the token sampled after them.
+"""Acceptance of drafts: the longest prefix that equals the sampled tokens, and the token sampled after it.
 
 Oracle: `kernels.speculation.reference.accept`. `pdl`: see `kernels.dependent_launch`.
 """
@@ -61,7 +61,7 @@ def accept(
     counts: Tensor,
     pdl: bool = False,
 ) -> None:
-    """Give each row the tokens that follow its known ones; see `kernels.speculation.reference.accept`.
+    """Append the accepted tokens to each row; see `kernels.speculation.reference.accept`.
 
     All tensors are contiguous.
     """

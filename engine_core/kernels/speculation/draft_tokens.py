@@ -1,7 +1,7 @@
 """Drafts in the token table: the tokens that may follow a row's known ones.
 
-The drafter writes them behind a row's known tokens, -1 from the first that it does not have, so that every position
-of a verification has its history in one place. `accept` overwrites them by tokens that the row has.
+The drafter writes them after a row's known tokens and fills up with -1, so that the history of every verified position
+is contiguous. `accept` overwrites them with the accepted tokens.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -27,8 +27,8 @@ def load_int(ints_ptr, row, COLUMN: tl.constexpr):
 def load_drafts(tokens_ptr, ints_ptr, row, length, token_stride, max_len, i, QUERIES: tl.constexpr):
     """Load the drafts of a row, and return them with their number and the row's maximum length.
 
-    Those from the first missing one on are not counted, and none at a position that is never computed: the last token
-    of a row has no KV. i: the indices 0 to at least QUERIES - 1; row: int64.
+    The number ends at the first missing draft, and excludes positions that are never computed: the last token of a row
+    has no KV. i: indices from 0 to at least QUERIES - 1; row: int64.
     """
     limit = load_int(ints_ptr, row, TOTAL_LEN)
     inside = (i < QUERIES - 1) & (length + i < tl.minimum(limit - 1, max_len))

@@ -1,4 +1,4 @@
-"""N-gram drafts (prompt lookup: Saxena, 2023): what followed the last tokens when they occurred before.
+"""N-gram drafts (prompt lookup: Saxena, 2023): the tokens after an earlier occurrence of the last ones.
 
 One program per row reads the token table, so no token value leaves the device. Oracle:
 `kernels.speculation.reference.propose_ngrams`. `pdl`: see `kernels.dependent_launch`.
@@ -20,19 +20,19 @@ from tandem.engine_core.kernels.speculation.reference import NgramRule
 BLOCK, WARPS = 1024, 4
 """Positions that a program compares at a time, and its warps."""
 END_BITS = tl.constexpr(28)
-"""Bits of a rank below the length of the match."""
+"""Bits of a rank below those of the match length."""
 END_MASK = tl.constexpr((1 << 28) - 1)
 NEAREST = tl.constexpr(1 << 26)
-"""Nearness of a distance of 0."""
+"""Nearness at distance 0."""
 CONTEXT, PREDICTION = tl.constexpr(reference.FROM_CONTEXT), tl.constexpr(reference.FROM_PREDICTION)
 
 
 @triton.jit
 def _match_lengths(text_ptr, ends, inside, row_ptr, length, generated, ANCHORED: tl.constexpr, MAX: tl.constexpr):
-    """Return how many tokens of a text before each of the `ends` equal the last ones of a row, at most MAX.
+    """Return the lengths, up to MAX, of the matches between a text before each of `ends` and the end of a row.
 
-    inside: mask of the ends; ANCHORED: the text and the row's generated tokens begin together, so where these are all
-    equal, the match counts as MAX.
+    inside: mask of the ends; ANCHORED: the text is aligned with the row's generated tokens, so a match that covers all
+    of them counts as MAX.
     """
     is_equal = inside
     count = tl.zeros_like(ends)
@@ -89,7 +89,7 @@ def _ngram_kernel(
             for first in range(0, predicted, BLOCK):
                 ends = first + n
                 count = _match_lengths(text_ptr, ends, ends < predicted, row_ptr, length, generated, True, MAX)
-                # Of matches of one length the nearest to the number of generated tokens: most of the text is repeated.
+                # Among equally long matches, prefer the nearest to the generated length: most of the text is repeated.
                 nearness = (NEAREST - tl.abs(ends - generated)) * 2 + (ends > generated).to(tl.int32)
                 rank = (count.to(tl.int64) << END_BITS) + nearness
                 best = tl.maximum(best, tl.max(tl.where(count >= MIN, rank, 0), axis=0))
@@ -114,7 +114,7 @@ def _ngram_kernel(
             first -= BLOCK
         from_text = source == PREDICTION
         found = (i < wanted) & (longest > 0)
-        # What followed a match up to now repeats.
+        # A match near the end of the row repeats: wrap around.
         at = tl.where(from_text, end + i, end + i % tl.maximum(length - end, 1))
         token = tl.load(row_ptr + at, mask=found & (not from_text), other=-1)
         if PREDICTS:

@@ -16,14 +16,14 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS, SamplingTables
 
 DRAFTS_SHIFT, SOURCE_SHIFT = 8, 16
-"""Bits of a row's entry of `counts` below the number of its drafts, and below their source; the lowest are the number
-of its new tokens."""
+"""Shifts of the number of drafts and of their source in an entry of `counts`; the lowest bits are the number of new
+tokens."""
 FROM_CONTEXT, FROM_PREDICTION = 0, 1
 """Sources of drafts: the row's own tokens, or its request's prediction."""
 
 
 class VerifyTokens(NamedTuple):
-    """Tokens of a step that verifies drafts: B rows of `queries` adjacent ones."""
+    """Tokens of a step that verifies drafts: `queries` adjacent tokens for each of B rows."""
 
     input_ids: Tensor
     """[B * queries] int64."""
@@ -36,14 +36,14 @@ class VerifyTokens(NamedTuple):
 
 
 class NgramRule(NamedTuple):
-    """Matches that n-gram drafts need."""
+    """Limits of the matches of n-gram drafts."""
 
     min_match: int
     """Minimum number of tokens of a match, at least 1."""
     max_match: int
-    """Number of tokens from which no longer match is looked for."""
+    """Maximum number of tokens of a match; longer ones count as this."""
     max_scan: int
-    """Positions before the newest in which matches are looked for."""
+    """Number of positions before the newest one that are searched."""
 
 
 def row_int(tables: SamplingTables, row: int, name: str) -> int:
@@ -52,9 +52,9 @@ def row_int(tables: SamplingTables, row: int, name: str) -> int:
 
 
 def known_drafts(tables: SamplingTables, row: int, queries: int) -> list[int]:
-    """Return the drafts of a row, up to the first missing one.
+    """Return the drafts of a row, up to the first missing one and at most queries - 1.
 
-    At most queries - 1, and none at a position that is never computed: the last token of a row has no KV.
+    Positions that are never computed have none: the last token of a row has no KV.
     """
     length, end = int(tables.lengths[row]), min(row_int(tables, row, "total_len") - 1, tables.tokens.shape[1])
     drafts = tables.tokens[row, length : min(length + queries - 1, max(end, length))].tolist()
@@ -70,11 +70,11 @@ def verify_inputs(
 ) -> VerifyTokens:
     """Return the tokens of a step that verifies the drafts in the token table.
 
-    Token i of a row is at the position of its newest token plus i. Missing drafts read the last position that has one,
-    and write page 0. A row whose tokens are all known computes the last but one again, as in `decode_inputs`.
+    Token i of a row has the position of its newest token plus i. A missing draft repeats the last position that has
+    one, and writes to page 0. A row that has all its tokens recomputes the last but one, as in `decode_inputs`.
 
-    tables: of R rows; page_tables: of each KV group; rows: [B] int32, below R; queries: tokens of a row; samples: [B *
-    queries] int32 each, written: row and position of each token that is sampled from; 0 for the others, as for padding.
+    tables: of R rows; page_tables: one per KV group; rows: [B] int32, below R; queries: tokens per row; samples: [B *
+    queries] int32 each, written: row and position of each token to sample from, 0 for other tokens and padding.
     """
     positions, drafts = torch.zeros(2, len(rows), queries, dtype=torch.int64).unbind()
     is_sampled = torch.zeros(len(rows), queries, dtype=torch.bool)
@@ -99,16 +99,15 @@ def verify_inputs(
 def accept(
     tables: SamplingTables, rows: Tensor, queries: int, sampled: Tensor, sources: Tensor, counts: Tensor
 ) -> None:
-    """Give each row the tokens that follow its known ones.
+    """Append the accepted tokens to each row.
 
-    These are the sampled tokens up to the first that differs from its draft, that one included, and no more than the
-    row may have. Only this writes the token table and the lengths in a step that verifies drafts. A token of -1, from
-    a row without usable logits, equals no draft, and becomes 0 in the table; behind the first difference it changes
-    nothing.
+    These are the sampled tokens up to and including the first that differs from its draft, within the maximum length of
+    the row. A step that verifies drafts writes the token table and the lengths here only. A token of -1, from a row
+    without usable logits, equals no draft and becomes 0 in the table; after the first difference it is ignored.
 
-    rows: [B] int32, 0 for padding; sampled: [B * queries] int32, from the tokens of `verify_inputs`; sources: [B]
-    int32, of the drafts; counts: [B] int32, written: the number of new tokens, of drafts (from DRAFTS_SHIFT on), and
-    the source (from SOURCE_SHIFT on); 0 for padding.
+    rows: [B] int32, 0 for padding; sampled: [B * queries] int32, for the tokens of `verify_inputs`; sources: [B] int32,
+    of the drafts; counts: [B] int32, written: numbers of new tokens and of drafts (shifted by DRAFTS_SHIFT), and the
+    source (by SOURCE_SHIFT); 0 for padding.
     """
     for number, row in enumerate(rows.tolist()):
         if row == 0:
@@ -127,11 +126,11 @@ def accept(
 def propose_ngrams(
     tables: SamplingTables, predictions: Tensor, rows: Tensor, drafts: int, sources: Tensor, rule: NgramRule
 ) -> None:
-    """Write the n-gram drafts of each row into the token table, behind its known tokens.
+    """Write the n-gram drafts of each row into the token table, after its known tokens.
 
-    predictions: [R, P] int32, the text that each row's request predicts, of which the row has `prediction_len` tokens;
-    rows: [B] int32, 0 for padding; drafts: number of drafts to write, -1 for missing ones, no more than the row's
-    `max_drafts`; sources: [B] int32, written.
+    predictions: [R, P] int32, the text that each row's request predicts, `prediction_len` tokens long; rows: [B] int32,
+    0 for padding; drafts: number of drafts to write, at most the row's `max_drafts`, then -1; sources: [B] int32,
+    written.
     """
     for number, row in enumerate(rows.tolist()):
         sources[number] = FROM_CONTEXT
@@ -143,7 +142,7 @@ def propose_ngrams(
         wanted = max(0, min(drafts, row_int(tables, row, "max_drafts"), limit - 1 - length))
         found, source = find_ngram(known, row_int(tables, row, "prompt_len"), text, rule) if wanted else ([], 0)
         sources[number] = source
-        if source == FROM_CONTEXT:  # What followed the match repeats.
+        if source == FROM_CONTEXT:  # The tokens after the match repeat.
             found = [found[index % len(found)] for index in range(wanted)] if found else []
         proposed = [*found[:wanted], *[-1] * drafts][:drafts]
         end = min(length + drafts, tables.tokens.shape[1])
@@ -153,11 +152,12 @@ def propose_ngrams(
 def find_ngram(
     known: Sequence[int], prompt_len: int, prediction: Sequence[int], rule: NgramRule
 ) -> tuple[Sequence[int], int]:
-    """Return what probably follows the known tokens, and its source.
+    """Return the probable continuation of the known tokens, and its source.
 
-    This is what follows the longest match of the last tokens: in the prediction, or, if that has a shorter one, in the
-    known tokens. Of equal matches in the known tokens the most recent counts; in the prediction the nearest to the
-    number of generated tokens, where a match that reaches back to the beginning of both counts as a longest one.
+    It is the text after the longest match of the last tokens, in the prediction or in the known tokens; the prediction
+    wins ties. Among equally long matches, the most recent of the known tokens is used, and the one in the prediction
+    that is nearest to the number of generated tokens. There a match that covers all generated tokens has the maximum
+    length.
     """
     longest, found, source = 0, known[:0], FROM_CONTEXT
     generated, nearest = len(known) - prompt_len, 0
@@ -177,7 +177,7 @@ def find_ngram(
 
 
 def _match_length(text: Sequence[int], end: int, known: Sequence[int], longest: int) -> int:
-    """Return how many tokens before the end in a text equal the last known ones, at most `longest`."""
+    """Return the length, at most `longest`, of the match between a text before `end` and the last known tokens."""
     count = 0
     while count < min(longest, end, len(known)) and text[end - 1 - count] == known[-1 - count]:
         count += 1
