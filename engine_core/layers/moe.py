@@ -20,8 +20,8 @@ from tandem.engine_core.model_config import ModelConfig, MoEConfig, layer_prefix
 class RoutingSwitch:
     """Switch from a model's routing to a uniform one, for measurements.
 
-    Kernels read it from device memory, so it also switches captured graphs. With uniform routing a step costs what it
-    does with the tokens of a trained model; padding by itself is not routed and costs nothing.
+    Kernels read it from device memory, so it also switches captured graphs. With uniform routing a step of padding
+    costs about as much as one with the tokens of a trained model; otherwise padding is not routed and costs nothing.
     """
 
     def __init__(self, flag: Tensor) -> None:
@@ -38,7 +38,7 @@ class RoutingSwitch:
 
     @contextmanager
     def uniform(self) -> Iterator[None]:
-        """Route all tokens uniformly, padding too, in the steps that are launched in this context."""
+        """Route all tokens uniformly, including padding, in the steps launched in this context."""
         self.flag.fill_(1)
         try:
             yield
@@ -47,7 +47,7 @@ class RoutingSwitch:
 
 
 class MixtureOfExperts:
-    """Feed-forward network in which a router chooses some experts for each token."""
+    """Feed-forward network whose router chooses `top_k` experts for each token."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class MixtureOfExperts:
     ) -> None:
         """Store the parts of a network.
 
-        router: weight, [E, hidden], in the model's dtype or float32; top_k: experts of a token; projections: names of
-        those of an expert; seed: of uniform routing, different in each layer.
+        router: weight, [E, hidden], in the model's dtype or float32; top_k: number of experts per token; projections:
+        names of an expert's gate, up and down projections; seed: of uniform routing, different in each layer.
         """
         self.router = router
         self.experts = experts

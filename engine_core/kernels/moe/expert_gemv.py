@@ -1,8 +1,8 @@
 """Experts of a few tokens: one GEMV for each pair of a token and an expert.
 
 The first kernel computes activation(gate) * up of every pair. A program of the second computes some outputs of one
-token: it adds those of the token's experts, weighted, in float32 and in a fixed order. Experts are read
-where they lie, without a sort. Weights have 16 bits, or 8 with scales of rows or blocks; activations have 16.
+token as the weighted sum over its experts, in float32 and in a fixed order. The pairs need not be sorted. Weights have
+16 bits, or 8 with scales per row or per block; activations have 16.
 
 Oracle: `reference.moe.run_experts`. `pdl`: see `kernels.dependent_launch`.
 """
@@ -25,9 +25,9 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 @triton.jit
 def _block_scales(scale_ptr, part, first, step, N, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the scale of each 16 inputs of a step, [BLOCK_K / 16].
+    """Return the scales of groups of 16 inputs of a step, [BLOCK_K / 16].
 
-    part: index of an expert, or of a half of one; first: row of the tile, all of whose rows are in one block.
+    part: index of an expert, or of its gate or up half; first: first row of the tile, which lies within one block.
     """
     WIDE: tl.constexpr = (K + 127) // 128
     column = (step * BLOCK_K + tl.arange(0, BLOCK_K // 16) * 16) // 128
@@ -37,7 +37,7 @@ def _block_scales(scale_ptr, part, first, step, N, K: tl.constexpr, BLOCK_K: tl.
 
 @triton.jit
 def _tile_sums(tile, inputs, scale_ptr, part, first, step, N, K: tl.constexpr, SCALES: tl.constexpr):
-    """Return the sums of one step of a tile over its inputs, [ROWS], with the scales of blocks.
+    """Return the dot products of one step of a tile, [ROWS], with the scales of blocks applied.
 
     tile: [ROWS, BLOCK_K], as stored; inputs: [BLOCK_K] float32.
     """
@@ -45,7 +45,7 @@ def _tile_sums(tile, inputs, scale_ptr, part, first, step, N, K: tl.constexpr, S
     if SCALES == 2:
         ROWS: tl.constexpr = tile.shape[0]
         BLOCK_K: tl.constexpr = tile.shape[1]
-        # A thread holds 16 values next to each other, and so multiplies few sums by a scale.
+        # A thread holds 16 adjacent values, so it multiplies few sums by a scale.
         spans = tl.sum(tl.reshape(products, [ROWS, BLOCK_K // 16, 16]), 2)
         return tl.sum(spans * _block_scales(scale_ptr, part, first, step, N, K, BLOCK_K)[None, :], 1)
     else:
@@ -129,7 +129,7 @@ def _down_gemv_kernel(
     SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ROWS outputs of one token over all its experts, of which the tile holds every one.
+    """Compute ROWS outputs of one token, summed over its experts. The tile holds the rows of all of them.
 
     x: [T, TOP_K, K]; weight: [E, N, K]; ids, weights: [T, TOP_K]; out: [T, N]. A token without experts gets zeros.
     """
@@ -187,7 +187,7 @@ def gate_up_gemv(
     plan: GemvPlan,
     pdl: bool = False,
 ) -> Tensor:
-    """Return activation(gate) * up of each pair, [T, k, width]; of padding, undefined values.
+    """Return activation(gate) * up of each pair, [T, k, width], undefined for padding.
 
     x: [T, inputs], contiguous; weight: [E, 2 * width, inputs], gate first, in x's dtype, float8_e4m3fn or its bits as
     uint8; scales: as in `moe.scales`. With `pdl` the preceding kernel may write the experts, but not x.

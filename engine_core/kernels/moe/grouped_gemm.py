@@ -1,13 +1,13 @@
 """Experts of many tokens: one GEMM over blocks of pairs of the same expert.
 
-A block is up to BLOCK_M pairs of one expert. Each program finds its block from the experts' counts, so that nothing
-about the routing reaches the host: a launch has as many programs as the worst routing needs, and the spare ones end at
-once. As in `splitk_gemm`, the weights are the left operand: with few pairs per expert, the 64 rows of a tensor core
-instruction are rows of the weight instead of padding.
+A block is up to BLOCK_M pairs of one expert. Each program finds its block from the experts' counts, so the host does
+not need to know the routing: the grid is sized for the worst routing, and programs without a block return at once. As
+in `splitk_gemm`, the weights are the left operand: with few pairs per expert, the 64 rows of a tensor core instruction
+are rows of the weight instead of padding.
 
-Weights have 16 bits, or 8 with scales of outputs or blocks (`moe.scales`). Activations have 16 bits, or the 8 bits of
-the weights, with one scale per row or per row and 128 inputs. Results are written to the places of their pairs, and
-`combine` adds those of a token. Oracle: `reference.moe.run_experts`. `pdl`: see `kernels.dependent_launch`.
+Weights have 16 bits, or 8 with scales per output or per block (`moe.scales`). Activations have 16 bits, or the 8-bit
+type of the weights with one scale per row or per row and 128 inputs. Results are written at the indices of their pairs,
+and `combine` sums them per token. Oracle: `reference.moe.run_experts`. `pdl`: see `kernels.dependent_launch`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -54,7 +54,7 @@ def _find_block(counts_ptr, E, block, BLOCK_M: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def _scaled_product(weights, vectors, scales, PAIRS_LEFT: tl.constexpr):
-    """Return the product of [BLOCK_N, BLOCK_K] and [BLOCK_K, BLOCK_M], or its transpose, times the scales of pairs."""
+    """Multiply [BLOCK_N, BLOCK_K] by [BLOCK_K, BLOCK_M], and by the scales of pairs. PAIRS_LEFT: return the transpose."""
     if PAIRS_LEFT:
         return tl.dot(tl.trans(vectors), tl.trans(weights)) * scales[:, None]
     else:
@@ -65,7 +65,7 @@ def _scaled_product(weights, vectors, scales, PAIRS_LEFT: tl.constexpr):
 def _scaled_outputs(
     sums, scale_ptr, x_scale_ptr, part, offs_n, x_rows, mask_m, N, SCALES: tl.constexpr, X_SCALES: tl.constexpr
 ):
-    """Apply the scales of outputs and of rows to sums, [BLOCK_N, BLOCK_M]. Those of blocks are applied already."""
+    """Apply the scales of outputs and of rows to sums, [BLOCK_N, BLOCK_M]. Scales of blocks have been applied."""
     if SCALES == 1:
         sums *= tl.load(scale_ptr + part * N + offs_n, mask=offs_n < N, other=0.0)[:, None]
     if X_SCALES == 1:
@@ -106,8 +106,8 @@ def _grouped_gemm_kernel(
 ):
     """Multiply a block of pairs by some rows of their expert's weight.
 
-    With an ACTIVATION: x: [T, K], weight: [E, 2 N, K], gate first, and out gets activation(gate) * up, of each pair,
-    [T * TOP_K, N]. Without: x: [T * TOP_K, K], weight: [E, N, K], and the result is multiplied by the pair's weight.
+    With an ACTIVATION: x: [T, K]; weight: [E, 2 N, K], gate first; out: activation(gate) * up of each pair, [T * TOP_K,
+    N]. Without: x: [T * TOP_K, K]; weight: [E, N, K]; out is multiplied by the weights of the pairs.
 
     SCALES: of the weight, as in `moe.scales`; X_SCALES: 0 for 16-bit x, 1 for x_scale [rows], 2 for [K / 128,
     x_scale_stride]. With SCALES 2 BLOCK_K divides 128, and with X_SCALES 2 it is 128; BLOCK_N divides 128. QUANT:
@@ -226,7 +226,7 @@ def grouped_gate_up(
     to: ActivationFormat | None = None,
     pdl: bool = False,
 ) -> Tensor | QuantizedActivation:
-    """Return activation(gate) * up of each pair, [T * k, width]; of padding, undefined values.
+    """Return activation(gate) * up of each pair, [T * k, width], undefined for padding.
 
     x: [T, inputs], contiguous, or quantized; weight: [E, 2 * width, inputs], gate first, in x's dtype, float8_e4m3fn or
     its bits as uint8; scales: as in `moe.scales`; routed: sorted; to: format of the result, with groups of 128; None:
@@ -253,7 +253,7 @@ def grouped_down(
     plan: GroupedPlan,
     pdl: bool = False,
 ) -> Tensor:
-    """Return the outputs of each pair times its weight, [T * k, outputs]; of padding, undefined values.
+    """Return the outputs of each pair times its weight, [T * k, outputs], undefined for padding.
 
     x: [T * k, inputs]; weight: [E, outputs, inputs]; both as in `grouped_gate_up`. With `pdl` the preceding kernel may
     write x, but not the routing.
@@ -294,7 +294,7 @@ def _launch(
     pdl: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Check the kernel's preconditions and launch it."""
+    """Check the arguments and launch the kernel."""
     (tokens, top_k), experts = routed.ids.shape, weight.shape[0]
     values, x_scales = (x, None) if isinstance(x, Tensor) else (x.values, x.scales)
     outputs, inputs = weight.shape[1] // (1 if activation is None else 2), weight.shape[2]

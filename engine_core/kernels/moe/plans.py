@@ -17,7 +17,7 @@ GEMV_TOKENS = 4
 NORMED_TOKENS = 16
 """Maximum number of tokens for which the norm is fused into the router's matmul."""
 WIDE_SHARED_MEMORY = 160 * 1024
-"""Least shared memory in bytes for tiles of 256 outputs."""
+"""Minimum shared memory in bytes for tiles of 256 outputs."""
 
 
 def max_blocks(pairs: int, experts: int, block: int) -> int:
@@ -31,7 +31,7 @@ def max_blocks(pairs: int, experts: int, block: int) -> int:
 def choose_router(tokens: int, inputs: int, weight_bits: int) -> RouterPlan:
     """Choose the plan of a router's matmul.
 
-    Weights of 32 bits are read in as many bytes at a time as those of 16.
+    Tiles of 32-bit weights have as many bytes as tiles of 16-bit weights.
     """
     parts, words = max(1, inputs // 256), max(1, weight_bits // 16)
     if tokens <= 64:
@@ -89,7 +89,7 @@ def expert_rule(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
     if key.weight_bits == 32:
         plan = GroupedPlan(min(block, 32), 32, 32, 3, 4)
     elif key.weight_bits == 8:
-        # Two sums, and a product that is scaled before it is added, fill the registers of a tile of 64 pairs.
+        # Two accumulators, and a matmul to scale before it is added, fill the registers with a tile of 64 pairs.
         block = min(block, 64) if halves == 2 else block
         plan = GroupedPlan(block, 128, 128, 3, 4 if block <= 32 else 8)
     elif block <= 32:

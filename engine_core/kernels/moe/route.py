@@ -1,9 +1,9 @@
 """Routing of tokens to experts in Triton: the router's matmul, top-k, and the sort by expert.
 
-The matmul writes float32 partial sums of parts of the inputs, which the second kernel adds in a fixed order. That one
-chooses the experts of a few tokens, counts the pairs of each expert using atomics, and appends them to the expert's
-list. The order of a list changes between runs. No result depends on it: the kernels that read it compute each row of a
-tile alone, and write it to the place of its pair.
+The matmul is split along K into float32 partial sums, which the second kernel adds in a fixed order. A program of the
+second kernel chooses the experts of a few tokens, and appends the pairs to the lists of the experts using atomics. The
+order of a list is not deterministic, but results are: the kernels that read it compute the rows of a tile independently
+and write each at the index of its pair.
 
 Oracle: `reference.moe.route`. `pdl`: see `kernels.dependent_launch`.
 """
@@ -43,11 +43,11 @@ def _router_kernel(
     BLOCK_COUNTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply tokens by part of the inputs of the router's weight, and clear the counts.
+    """Compute a partial sum of the router's logits over part of the inputs, and clear the counts.
 
     x: [T, K]; weight: [E, K]; partials: [SPLIT, T, E] float32.
     """
-    # Three products of TF32 are about as exact as one of float32. Weights in float32 have 16-bit x in most models.
+    # Three TF32 matmuls are about as exact as one in float32. With weights in float32, most models have 16-bit x.
     both: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 32
     precision: tl.constexpr = "ieee" if both else "tf32x3"
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
@@ -126,7 +126,7 @@ def _normed_router_kernel(
 
 @triton.jit
 def _hashed(index, seed):
-    """Return pseudorandom float32 values in [0, 1) of integers (the finalizer of MurmurHash3, Appleby, 2008)."""
+    """Hash integers to float32 values in [0, 1), using the finalizer of MurmurHash3 (Appleby, 2008)."""
     bits = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32) * 0x85EBCA77
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
@@ -158,8 +158,8 @@ def _route_kernel(
 ):
     """Choose the experts of TOKENS tokens, and append their pairs to the lists of the experts.
 
-    partials: [SPLIT, T, E] float32; rows: [T] int32 if HAS_ROWS, 0 for padding; uniform: [1] int32, not 0 to replace
-    the logits by hashes of the indices of token and expert and of `seed`, for padding, too; ids, weights, counts,
+    partials: [SPLIT, T, E] float32; rows: [T] int32 if HAS_ROWS, 0 for padding; uniform: [1] int32; if not 0,
+    hashes of token index, expert index and `seed` replace the logits, also for padding; ids, weights, counts,
     pairs: as in `Routed`.
     """
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -281,7 +281,7 @@ def norm_and_route(
 ) -> tuple[Tensor, Tensor, Routed]:
     """Add x to the residual stream, normalize it, and choose the experts of each token.
 
-    The pairs are sorted by expert if there are more than `GEMV_TOKENS` tokens. Arguments, results and oracle: those of
+    The pairs are sorted by expert if there are more than `GEMV_TOKENS` tokens. Arguments and results: see the oracle,
     `reference.moe.norm_and_route`.
     """
     tokens, inputs = x.shape
@@ -306,8 +306,8 @@ def route(
 ) -> Routed:
     """Choose the experts of each token.
 
-    partials, counts: from `router_partials` or `normed_router`; uniform: [1] int32, not 0 for uniform pseudorandom
-    routing of all tokens, which depends on `seed` and on the index of the token; rows: [T] int32, 0 for padding, which
+    partials, counts: from `router_partials` or `normed_router`; uniform: [1] int32; if not 0, all tokens
+    are routed pseudorandomly by `seed` and token index; rows: [T] int32, 0 for padding, which
     is not routed; None: no padding; sort: whether to list the pairs of each expert.
     """
     split, tokens, experts = partials.shape

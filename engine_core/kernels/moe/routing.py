@@ -13,7 +13,7 @@ class Routing(Enum):
     """
 
     SOFTMAX = "softmax over all experts, then top-k"
-    """The weights are the softmax over all experts; those of the chosen ones sum to less than 1."""
+    """The weights are the softmax over all experts, so they sum to less than 1."""
     TOP_K_SOFTMAX = "softmax over the top-k"
     """The weights sum to 1. Softmax over all experts, top-k and renormalization give the same."""
 
@@ -27,14 +27,14 @@ class Routing(Enum):
 class Routed:
     """The experts of each token of a step.
 
-    A pair is a token and one of its experts; that of token t and its j-th expert has the index t * k + j.
+    A pair is a token and one of its experts. The pair of token t and its j-th expert has index t * k + j.
     """
 
     ids: Tensor
-    """[T, k] int32, the experts of each token by falling weight; -1 for padding, which is not routed."""
+    """[T, k] int32, the experts of each token by descending weight; -1 for padding, which is not routed."""
     weights: Tensor
     """[T, k] float32; 0 for padding."""
     counts: Tensor | None = None
-    """[E] int32, number of pairs of each expert; None if a step is not sorted."""
+    """[E] int32, number of pairs of each expert; None if the pairs are not sorted."""
     pairs: Tensor | None = None
-    """[E, T] int32, the pairs of each expert, `counts` of them, in no defined order; None as above."""
+    """[E, T] int32, indices of the pairs of each expert in undefined order, `counts` of them; None if not sorted."""
