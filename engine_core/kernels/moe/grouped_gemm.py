@@ -54,7 +54,7 @@ def _find_block(counts_ptr, E, block, BLOCK_M: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def _scaled_product(weights, vectors, scales, PAIRS_LEFT: tl.constexpr):
-    """Multiply [BLOCK_N, BLOCK_K] by [BLOCK_K, BLOCK_M], and by the scales of pairs. PAIRS_LEFT: return the transpose."""
+    """Multiply [BLOCK_N, BLOCK_K] by [BLOCK_K, BLOCK_M] and the scales of pairs. PAIRS_LEFT: transpose the result."""
     if PAIRS_LEFT:
         return tl.dot(tl.trans(vectors), tl.trans(weights)) * scales[:, None]
     else:
