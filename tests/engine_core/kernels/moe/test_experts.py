@@ -158,21 +158,6 @@ def test_a_step_of_padding_only_is_zero(device: str) -> None:
     assert down_gemv(gated, experts.down, None, routed, GemvPlan(8, 16)).eq(0).all()
 
 
-@pytest.mark.parametrize("plan", [GroupedPlan(16, 16, 16, 2, 4)])
-def test_a_row_does_not_depend_on_the_others(plan: GroupedPlan, device: str) -> None:
-    experts = Experts(4, 32, 16, None, device)
-    x, logits = torch.randn(20, 32, device=device), torch.randn(20, 4, device=device)
-
-    def run(x: Tensor, logits: Tensor) -> Tensor:
-        return grouped(x, experts, moe.sort_pairs(moe.route(logits, 2, Routing.SOFTMAX), 4), plan)
-
-    order = torch.randperm(20, device=device)
-    first = run(x, logits)
-    assert torch.equal(run(x[order], logits[order]), first[order])
-    x[1:], logits[1:] = torch.randn(19, 32, device=device), torch.randn(19, 4, device=device)
-    assert torch.equal(run(x, logits)[0], first[0])
-
-
 @pytest.mark.parametrize("scale", [1e-23, 1e-30])
 def test_experts_of_tiny_scales_are_finite(scale: float, device: str) -> None:
     experts = Experts(3, 128, 128, "block", device)
