@@ -135,7 +135,7 @@ def measure_requests(
 ) -> RequestFigures:
     """Measure the CPU of requests whose replies have one token.
 
-    load: connections, each of which sends one request after another, and client processes that share them.
+    load: number of connections, each with one request at a time, and of client processes that share them.
     """
     with Deployment(tree, Script(0.0), frontends, flags) as server:
         warming = RequestLoad(server.address, kind, *load)
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         default=8,
         metavar="N",
-        help="connections of a load of requests, each of which sends one after another (default: 8)",
+        help="connections of a load of requests, each with one at a time (default: 8)",
     )
     parser.add_argument("--frontends", type=int, nargs="+", default=[1], metavar="N", help="processes (default: 1)")
     parser.add_argument("--tokens-per-second", type=float, metavar="R", help="of each stream; 0: as fast as possible")

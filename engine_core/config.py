@@ -384,7 +384,7 @@ def _check_graphs(options: EngineOptions, cpu: bool) -> None:
     if options.graph_rows == "off" and options.graph_tokens not in (None, "off"):
         raise ConfigError(
             f"--graph-rows off and --graph-tokens {options.graph_tokens} exclude each other: steps with prompts are "
-            "captured beside those without; leave --graph-tokens out, or give --graph-rows sizes"
+            "captured in addition to those without; leave --graph-tokens out, or give --graph-rows sizes"
         )
 
 
@@ -407,7 +407,7 @@ def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) 
         )
     if step_tokens < least:
         raise ConfigError(
-            f"--max-step-tokens {step_tokens} does not hold a whole prompt of --max-len {max_len} beside --max-rows "
+            f"--max-step-tokens {step_tokens} does not hold a whole prompt of --max-len {max_len} and --max-rows "
             f"{max_rows}; raise it to {least}, lower the others, or give --prefill-chunk a number"
         )
     if whole:

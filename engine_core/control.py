@@ -236,7 +236,7 @@ class Control:
         if num_open >= limits.max_concurrent:
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"{num_open} sequences are open, as many as --max-concurrent allows; try again later",
+                f"{num_open} sequences are open, at most {limits.max_concurrent} (--max-concurrent); try again later",
             )
         if not queued:
             self._first_of_group[client] = submit.group

@@ -1,7 +1,7 @@
 """Corpus of the standard library functions that the default model learns.
 
 It has one JSON row per function. The functions that introspection finds depend on the Python that runs it, so the rows
-are collected once and kept in `corpus.jsonl` beside this file; training and judging read that file on whatever Python
+are collected once and kept in `corpus.jsonl` next to this file; training and judging read that file on whatever Python
 they run.
 
     python -m benchmarks.default_model.corpus            # collects corpus.jsonl again
@@ -136,7 +136,7 @@ def shorten(parameters: list[str]) -> str:
 def introspected(function: Any, is_method: bool) -> str | None:
     """Format the call without annotations.
 
-    Returns None if Python cannot tell the signature. A default without a short plain form is shown as `...`.
+    Returns None if Python does not know the signature. A default without a short plain form is shown as `...`.
     """
     try:
         signature = inspect.signature(function)

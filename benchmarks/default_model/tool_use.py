@@ -87,7 +87,7 @@ class Tool:
 class Use:
     """A request with tools, and the right reaction: a call of the tool with these arguments, or the answer.
 
-    `forced` tells that the model would not have called the tool by itself.
+    forced: True if the model would not have called the tool by itself.
     """
 
     tools: tuple[Tool, ...]

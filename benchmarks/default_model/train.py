@@ -95,7 +95,7 @@ def train(model: LlamaForCausalLM, tokenizer_file: Path, arguments: argparse.Nam
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, arguments.steps, arguments.rate)
-        # More than half of the tokens are questions and padding, of which no logits are needed.
+        # More than half of the tokens are questions and padding, which need no logits.
         learnt = np.flatnonzero(batch.targets != IGNORED)
         tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
         indices = torch.from_numpy(learnt).to(device, non_blocking=True)

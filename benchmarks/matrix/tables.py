@@ -107,7 +107,7 @@ def held_table(held: list[Held]) -> Iterator[str]:
         (
             (
                 one.configuration,
-                f"{number(one.running)}{', of which the row limit is a bound' if rows_bind(one) else ''}",
+                f"{number(one.running)}{' (at the row limit)' if rows_bind(one) else ''}",
                 number(one.step_rows),
                 count(one.peak),
                 count(one.rows),

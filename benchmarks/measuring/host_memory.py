@@ -17,7 +17,7 @@ def anonymous_bytes() -> int:
         for line in file.read_text().splitlines() if file.exists() else ():
             if line.startswith(field):
                 return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self tells no memory of this process")
+    raise RuntimeError("/proc/self has no memory usage of this process")
 
 
 class PeakMemory:

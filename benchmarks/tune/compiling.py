@@ -59,7 +59,7 @@ def compile_one(job: Job, gpu: GpuTraits) -> str:
     most = max((code.metadata.shared for code in compiled), default=0)
     if not compiled:
         return "nothing was launched"
-    return f"{most} bytes of shared memory, of which there are {gpu.shared_memory}" if most > gpu.shared_memory else ""
+    return f"{most} bytes of shared memory, {gpu.shared_memory} available" if most > gpu.shared_memory else ""
 
 
 def _launch(job: Job, gpu: GpuTraits) -> None:

@@ -116,9 +116,9 @@ class GrammarCompiler:
         cpu_times: CpuTimes | None = None,
         workers: WorkerPool | None = None,
     ) -> None:
-        """Keep the parts of a compiler.
+        """Store the parts of a compiler.
 
-        compile_grammar: may raise RequestError; lanes: by ascending `max_seconds`, the last of which is infinite; wake:
+        compile_grammar: may raise RequestError; lanes: by ascending `max_seconds`, the last one infinite; wake:
         called on a compile thread with each result; workers: follow the grammars of many sequences.
         """
         self.compile_grammar = compile_grammar
@@ -284,7 +284,7 @@ class GrammarCompiler:
             message = f"the grammar takes more than {CPU_SECONDS:g} s of CPU time to compile; make it smaller"
             return RequestError(ErrorCode.INVALID_GRAMMAR, message)
         wait = math.ceil(self.limit_seconds)
-        message = f"the grammar was not compiled within {wait} s beside others; try again in {wait} s"
+        message = f"the grammar was not compiled within {wait} s because others were; try again in {wait} s"
         return RequestError(ErrorCode.OVERLOADED, message, wait)
 
     def _compile(self, grammar: str) -> None:

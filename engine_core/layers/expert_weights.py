@@ -9,7 +9,7 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class ExpertWeights(Protocol):
-    """The experts of one layer: gated feed-forward networks, of which each token uses a few."""
+    """The experts of one layer: gated feed-forward networks. Each token uses a few of them."""
 
     def run(self, x: Tensor, routed: Routed) -> Tensor:
         """Return the weighted sum of each token's experts, [T, hidden]; zeros for padding.

@@ -36,8 +36,8 @@ class KVScales:
     def slots(self, layer: int, prefix: str) -> list[WeightSlot]:
         """List the slots of one layer's scales.
 
-        A checkpoint may hold one per layer or one per head, of which the maximum is used: a larger scale costs FP8 no
-        precision. prefix: of the layer's attention, such as "model.layers.0.self_attn.".
+        A checkpoint may hold one per layer or one per head. The maximum is used, since a larger scale does not make FP8
+        less precise. prefix: of the layer's attention, such as "model.layers.0.self_attn.".
         """
         heads = self.kv_heads
         shapes = ((), (1,), (1, 1), (heads,), (heads, 1), (heads, 1, 1))

@@ -15,7 +15,7 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class UnfusedLinear(ABC):
-    """Linear weights of which only the matmul depends on the storage format."""
+    """Base class of linear weights that only define the matmul of their storage format."""
 
     def __init__(self, bias: Tensor | None, kernels: KernelSet) -> None:
         """Store the bias, [outputs], and the device's kernels."""

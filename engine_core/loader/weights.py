@@ -94,7 +94,7 @@ def load_weights(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Pause garbage collection, which took most of the time beside the copies of 18,432 tensors of experts."""
+    """Pause garbage collection: with 18,432 tensors of experts it took most of the time besides the copies."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -146,7 +146,7 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         path = directory / "config.json"
         if not path.is_file():
             raise ConfigError(
-                f"{directory} is not a model folder: it has no config.json; give the folder that holds it beside the "
+                f"{directory} is not a model folder: it has no config.json; give the folder that holds both it and the "
                 "safetensors"
             )
         generation = directory / "generation_config.json"

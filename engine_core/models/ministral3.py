@@ -75,8 +75,8 @@ def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Dec
 def _query_scaling(beta: Any, original: Any) -> QueryScaling | None:
     """Read the scaling of queries.
 
-    beta: the field `llama_4_scaling_beta`; original: `original_max_position_embeddings`, of which that of the top level
-    takes precedence.
+    beta: the field `llama_4_scaling_beta`; original: the field `original_max_position_embeddings`, the one of
+    the top level if there are two.
     """
     if beta is None:
         return None

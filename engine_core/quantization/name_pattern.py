@@ -117,7 +117,7 @@ def _repeats(parsed: Any) -> int:
 
 
 def _is_digits(parsed: Any) -> bool:
-    """Return whether an expression is a digit, of which names have few in a row."""
+    """Return whether an expression matches a digit; names have few digits in a row."""
     digits = ((_constants.CATEGORY, _constants.CATEGORY_DIGIT), (_constants.RANGE, (48, 57)))
     return any(list(parsed) == [(_constants.IN, [digit])] for digit in digits)
 

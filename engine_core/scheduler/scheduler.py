@@ -442,8 +442,8 @@ class Scheduler:
 def _first_chunk(memory: KVManager, limits: SchedulerLimits) -> int:
     """Return the number of positions for which an admitted prompt gets pages; 0: all.
 
-    A step could compute `max_step_tokens`. With windows a prompt gives most of these pages up again, so it begins with
-    those of the chunk that it computes beside decoding rows, and gets more when it runs.
+    A step could compute `max_step_tokens`. With windows a prompt gives up most of these pages again, so it begins with
+    the pages of a chunk in a step with decoding rows, and gets more when it runs.
     """
     if memory.has_windows:
         return min(limits.prefill_chunk, limits.max_step_tokens)

@@ -72,7 +72,7 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
     if sized.kv_tokens < 2:
         tokens = pages * page_size // len(windows) if options.kv_tokens is None else options.kv_tokens
         raise MemoryTooSmallError(
-            f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs "
+            f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, steps and graphs "
             f"need {(memory.steps + memory.graphs) / GIB:.2f}, {token_bytes} bytes a token), less than one page of "
             f"{max(page_size, 2)}{f' in each of {len(windows)} KV groups' if len(windows) > 1 else ''}; "
             f"{_remedy(config, _least_bytes(config, 2, page_bytes))}"

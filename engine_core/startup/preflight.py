@@ -118,8 +118,8 @@ def _gpu_line(gpu: Gpu) -> str:
 def _check_weights(source: ModelSource, are_here: bool) -> tuple[WeightFormats, int]:
     """Return the formats of the linear layers, and the bytes of the model.
 
-    are_here: False for weights that are not downloaded, of which at most the names are known, from their index. Of
-    others only headers are read, but for weights that may be tied, which are compared.
+    are_here: False for weights that are not downloaded: at most their names are known, from the index. Otherwise only
+    headers are read, and weights that may be tied, to compare them.
 
     Raises ConfigError if the model cannot be built, or the tensors of its checkpoint do not fit it.
     """
@@ -200,7 +200,7 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
         (flag for flag, value in (("--kv-tokens", options.kv_tokens), ("--kv-memory", options.kv_memory)) if value), ""
     )
     share = f"--gpu-memory {options.gpu_memory or 0.9:g} less weights; steps and CUDA graphs take some of it"
-    usual_rows = "by the memory beside the weights" if device == "cuda" else f"default on {device}"
+    usual_rows = "by the memory that the weights leave" if device == "cuda" else f"default on {device}"
     usual = share if device == "cuda" else f"a share of {memory.free / GIB:.2f} GiB free after weights"
     state = state_bytes(config, resolved.source)
     uncached = "recurrent layers" if resolved.source.model.recurrent_layers else uncached_by(options)

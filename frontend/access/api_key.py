@@ -50,7 +50,7 @@ NO_LIMITS = KeyLimits()
 
 
 class ApiKey(Struct, frozen=True):
-    """API key, of which only the digest is stored."""
+    """API key. Only its digest is stored."""
 
     name: str
     """Name in metrics and logs, which limits, sessions and cached prefixes belong to; keys may share one during

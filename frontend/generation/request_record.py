@@ -87,8 +87,8 @@ class RequestRecord(Struct):
     def time_to_first_token(self) -> float | None:
         """Seconds from its arrival to its first token.
 
-        The token may come from a lost engine. This is the minimum over the choices, each of which is in the histogram;
-        None without any token.
+        The token may come from a lost engine. This is the minimum over the choices, while the histogram counts
+        each of them; None without any token.
         """
         return None if self.first_token_at is None else self.first_token_at - self.arrived
 

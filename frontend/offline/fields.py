@@ -145,7 +145,7 @@ def _checked(given: Mapping[str, Any], known: Collection[str], own: Collection[s
         if hasattr(schema, "model_json_schema"):
             raise TypeError(f"'json_schema' must be a dict; give {schema.__name__}.model_json_schema()")
         if body.get("response_format") is not None:
-            raise TypeError("'json_schema' stands for 'response_format'; give one of them")
+            raise TypeError("'json_schema' is short for 'response_format'; give one of them")
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return body
 

@@ -137,7 +137,7 @@ class ResultBuilder:
         return None if self._shape is None else self._shape.new_parser()
 
     def result(self, choices: Sequence[ChoiceDelta], usage: Usage, drafts: DraftCounts) -> Result:
-        """Build the result from complete choices, of which `best_of` keeps the best."""
+        """Build the result from complete choices; with `best_of` only the best are kept."""
         options, ids = self.admitted.options, self.admitted.prompts[0].ids
         prompt_logprobs: list[Position | None] | None = None
         if options.prompt_logprobs is not None:

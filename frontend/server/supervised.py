@@ -49,7 +49,7 @@ class Supervisee(Protocol):
         ...
 
     def metrics(self) -> Report:
-        """Return the metrics of the process, each of which must be sent."""
+        """Return the metrics of the process; the caller must send each report."""
         ...
 
     @property

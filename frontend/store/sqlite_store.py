@@ -23,7 +23,7 @@ from tandem.frontend.store.store import (
 ROW_BYTES = 320
 """Estimated overhead of a row in bytes: ids, indexes and the slack of its last page."""
 PURGED_ROWS = 64
-"""Minimum number of rows of removed conversations that a write purges, and at least twice as many as it adds."""
+"""Minimum number of rows of removed conversations that a write purges; it also purges at least twice what it adds."""
 REMOVED_BYTES = 16 * 2**20
 """Bytes after which a write that frees space yields to other writes."""
 REMOVED_ROW_BYTES = 4096

@@ -57,9 +57,9 @@ def short_conv(
 ) -> Tensor:
     """Apply the causal convolution over each row's positions, then SiLU; normalize queries and keys.
 
-    Queries are also divided by the square root of the key size. x: [T, at least channels], of which the first are the
-    inputs; weight: [channels, 1, conv_width], the newest position last. Returns [T, channels] in x's dtype, and updates
-    `state.columns`.
+    Queries are also divided by the square root of the key size. x: [T, at least channels], inputs in the first
+    channels; weight: [channels, 1, conv_width], the newest position last. Returns [T, channels] in x's dtype, and
+    updates `state.columns`.
     """
     x, width, columns = x[:, : shape.channels], shape.conv_width, state.columns.shape[1]
     out = torch.zeros_like(x)

@@ -36,7 +36,7 @@ BODY = BodyFormat(
         Field(
             "max_completion_tokens",
             Integer(UNLIMITED, INT32_MAX),
-            "By default as many as the context has room for, at most --default-max-tokens if set; -1 for no limit.",
+            "By default all that the context has room for, at most --default-max-tokens if set; -1 for no limit.",
         ),
         Field("logprobs", Boolean(), "Return the log-probability of each token."),
         Field("top_logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),

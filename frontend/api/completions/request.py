@@ -37,7 +37,7 @@ BODY = BodyFormat(
             extra={"default": DEFAULT_MAX_TOKENS},
         ),
         Field("logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),
-        Field("best_of", Integer(1, MAX_N), "Number of choices of which the best `n` are returned."),
+        Field("best_of", Integer(1, MAX_N), "Number of choices to generate; the best `n` are returned."),
         Field("echo", Boolean(), "Repeat the prompt ahead of each choice."),
         Field("suffix", Unsupported(("",)), "The model continues a text; it does not fill a gap."),
         Field("add_special_tokens", Boolean(True), "Begin a prompt of text with the model's begin token."),

@@ -172,7 +172,7 @@ _OWN_FIELDS = (
     Field(
         "max_output_tokens",
         Integer(1, INT32_MAX),
-        "By default as many as the context has room for, at most --default-max-tokens if set.",
+        "By default all that the context has room for, at most --default-max-tokens if set.",
     ),
     Field("text", Typed(_Text), "Constrain the output to JSON, or to a JSON Schema."),
     Field("tools", Parsed(parse_tools, TOOLS), "Functions that the model may call."),
@@ -187,7 +187,7 @@ _OWN_FIELDS = (
     Field("previous_response_id", String(MAX_ID_CHARS), "The stored response that this one continues."),
     Field("top_logprobs", Integer(0, MAX_TOP_LOGPROBS), "Alternatives reported for each token of the text."),
     Field("truncation", OneOf(("auto", "disabled")), "A conversation that is too long is refused, never cut."),
-    Field("max_tool_calls", Integer(1, INT32_MAX), "Limits tools that OpenAI hosts, of which this server has none."),
+    Field("max_tool_calls", Integer(1, INT32_MAX), "Limits tools that OpenAI hosts; this server has none."),
     Field("background", Unsupported((False,)), "Responses are made while the client waits."),
     Field("background_options", Unsupported(), "Responses are made while the client waits."),
     Field("conversation", Unsupported(), "`previous_response_id` continues a conversation."),

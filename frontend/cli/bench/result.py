@@ -81,8 +81,7 @@ class Result(Struct):
     def figures(self) -> dict[str, Any]:
         """Return all figures by vLLM's names.
 
-        Those that it does not have are `errors_by_kind` and `mean_concurrent_requests`. A latency of which there is
-        no sample is None.
+        vLLM does not have `errors_by_kind` and `mean_concurrent_requests`. A latency without samples is None.
         """
         level = self.level
         found: dict[str, Any] = {

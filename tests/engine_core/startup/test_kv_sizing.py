@@ -109,7 +109,7 @@ WRONG: list[tuple[Memory, dict[str, Any], str]] = [
     (CPU, {"kv_memory": 112 * TOKEN, "max_len": 97}, f"lower it or raise --kv-memory to {128 * TOKEN} or more"),
     (CPU, {"page_size": "max", "kv_tokens": 2047}, "less than one page of 2048"),
     (Memory(free=100_000), {}, "0.00 GiB free"),
-    (Memory(5 * GIB, 64 * GIB, 20 * GIB, 3 * GIB, 2 * GIB), {}, "of which steps and graphs need 5.00"),
+    (Memory(5 * GIB, 64 * GIB, 20 * GIB, 3 * GIB, 2 * GIB), {}, "steps and graphs need 5.00"),
     (GPU, {"gpu_memory": 0.1}, "raise --gpu-memory, or lower --max-rows or --max-step-tokens"),
     (
         CPU,
