@@ -6,8 +6,6 @@ from tandem.engine_core.scheduler.pause import PauseSwitch
 from tandem.protocol.commands import PAUSE_MODES, Pause, PauseMode
 from tandem.protocol.events import Answer
 
-RESUMED = "the engine was resumed before it had paused"
-
 
 def test_engine_that_was_never_paused_holds_nothing() -> None:
     pause = PauseSwitch()
@@ -51,7 +49,9 @@ def test_calls_that_a_resume_overtakes_are_answered() -> None:
     pause.begin(b"a", Pause(1, "wait", True))
     pause.end(b"b", 2)
     assert (pause.mode, pause.refuses_new, pause.needs_report) == (None, False, True)
-    assert pause.take_answers(False) == [(b"b", Answer(2, True)), (b"a", Answer(1, False, RESUMED))]
+    (resumer, resumed), (pauser, refused) = pause.take_answers(False)
+    assert (resumer, resumed) == (b"b", Answer(2, True))
+    assert (pauser, refused.call, refused.ok) == (b"a", 1, False) and "resumed" in refused.message
     assert not pause.needs_report
 
 

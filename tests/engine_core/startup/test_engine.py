@@ -164,17 +164,17 @@ def test_the_name_is_the_folders_and_a_missing_tokenizer_has_no_fingerprint(fold
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"device": "cuda"}, "no CUDA device"),
-    ({}, {"max_len": 65}, "positions end at 64"),
+    ({}, {"device": "cuda"}, "CUDA device"),
+    ({}, {"max_len": 65}, r"--max-len 65\b.* 64\b"),
     ({}, {"max_rows": 0}, "--max-rows"),
     ({}, {"kv_tokens": 1, "page_size": 1}, "--kv-tokens"),
     ({}, {"threads": -1}, "--threads"),
     ({}, {"kv_tokens": 100, "kv_memory": 2**20}, "--kv-memory and --kv-tokens"),
-    ({}, {"gpu_memory": 0.5}, "--gpu-memory with --device cpu"),
-    ({}, {"kv_memory": 2**50}, "1048576.00 GiB at 256 bytes a token, but"),
-    ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not supported"),
-    ({"hidden_size": 64}, {}, "does not fit the model"),
-    ({"eos_token_id": list(range(33))}, {}, "33 end ids, at most 32"),
+    ({}, {"gpu_memory": 0.5}, "--gpu-memory .*--device cpu"),
+    ({}, {"kv_memory": 2**50}, r"1048576\.00 GiB .*\b256 bytes"),
+    ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel"),
+    ({"hidden_size": 64}, {}, r"\nmisshaped |\n  misshaped "),
+    ({"eos_token_id": list(range(33))}, {}, r"\b33 .*\b32\b"),
 ]
 
 
@@ -184,9 +184,8 @@ def test_a_build_that_cannot_succeed_is_refused_with_the_reason(
     folder: Path, config: dict[str, Any], options: dict[str, Any], text: str
 ) -> None:
     write_config(folder, **config)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=text):
         build(folder, **options)
-    assert text in str(caught.value)
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,11 @@ from tests.support.refusals import numbers_in
 from tests.support.zmq_context import ipc_context
 
 WAIT_MS = 30_000
-SILENT = f"it sent nothing for {LEASE_SECONDS:.0f} s"
+
+
+def check_silent(gone: dict[bytes, str], client: bytes) -> None:
+    """Check that one frontend is gone because its lease has ended."""
+    assert gone.keys() == {client} and numbers_in(gone[client]) == [LEASE_SECONDS]
 
 
 class Wire:
@@ -90,11 +94,11 @@ def test_a_silent_frontend_is_gone_and_one_that_renews_stays(wire: Wire) -> None
         wire.say(other, Renew())
     wire.pass_time(0.5)
     assert wire.mailbox.has_backlog, "the loop flushes and learns of it"
-    assert wire.mailbox.flush(1) == {silent_client: SILENT}
+    check_silent(wire.mailbox.flush(1), silent_client)
     assert not wire.mailbox.has_backlog
     event = receive(silent)
     assert isinstance(event, Closed)
-    assert SILENT in event.message
+    assert numbers_in(event.message) == [LEASE_SECONDS]
     wire.mailbox.add_tokens(other_client, TokenDelta([1], [5]))
     assert wire.mailbox.flush(2) == {}
     assert isinstance(receive(other), StepOutput)
@@ -205,14 +209,14 @@ def test_a_drain_that_leaves_messages_judges_no_frontend(wire: Wire) -> None:
         next(wire.mailbox.drain())
         assert not wire.mailbox.has_backlog
     list(wire.mailbox.drain())
-    assert wire.mailbox.flush(1) == {silent: SILENT}
+    check_silent(wire.mailbox.flush(1), silent)
 
 
 def test_output_for_a_frontend_that_is_gone_is_dropped_until_its_next_hello(wire: Wire) -> None:
     """Its aborted requests still end: that is no output of the streams that a resumed frontend has."""
     dealer, client = wire.frontend()
     wire.pass_time(LEASE_SECONDS)
-    assert wire.mailbox.flush(1) == {client: SILENT}
+    check_silent(wire.mailbox.flush(1), client)
     assert isinstance(receive(dealer), Closed)
     wire.mailbox.add_outcome(client, Finished(1, FinishReason.ABORT))
     assert wire.mailbox.flush(2) == {}
