@@ -1,8 +1,8 @@
 """Groups of layers that share a page table.
 
 All pages of a pool have the same size, and any free page serves any group: no memory is set aside for a kind of layer.
-So layers with a window, which need few pages, and layers that see all positions are split into groups of at most as
-many layers as a page has room for.
+So layers with a window, which need few pages, and layers that see all positions are split into groups of at most the
+number of layers that a page has room for.
 """
 
 from collections.abc import Sequence

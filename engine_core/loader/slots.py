@@ -27,7 +27,7 @@ class SourceSlice:
 
     @property
     def stop(self) -> int:
-        """The first index behind the part."""
+        """End of the part, exclusive."""
         return self.shape[self.dim] if self.length is None else self.start + self.length
 
 

@@ -20,7 +20,7 @@ _KEPT = ("qzeros", "weight_zero_point")
 
 
 def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
-    """Fill every weight from a seed of its own, which depends on the tensor's name and place in its parameter.
+    """Fill each weight with random values. The seed depends on the tensor's name and offset in its parameter.
 
     Norms get ones, integers any of their values, and the rest normal noise of deviation `scale`. Scales of quantized
     weights are all equal, and groups of act-order are shuffled.

@@ -63,7 +63,7 @@ class StepSlot:
     sample_positions: Tensor
     """[max_samples] int32 on the device, written by graphs: position of each of these tokens."""
     sampled: Tensor
-    """[max_samples + max_rows] int32 on the device: sampled ids, and behind those of a step that verifies drafts the
+    """[max_samples + max_rows] int32 on the device: sampled ids, and after those of a step that verifies drafts the
     counts of its rows."""
     results: Tensor
     """Copy of `sampled` on the host, pinned."""

@@ -217,7 +217,7 @@ def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, sample_ca
 
 
 def _first_slots(length: Ints, steady: int, bucket: GraphBucket | None) -> Ints:
-    """Return the first slot of each row behind the steady ones.
+    """Return the first slot of each row after the steady ones.
 
     They follow in the plan's order. In a bucket single tokens come first, then the tokens of longer rows. length: of
     these rows; steady: number of the rows before them.

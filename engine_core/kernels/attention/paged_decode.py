@@ -213,7 +213,7 @@ def _paged_decode_kernel(
                 seen = seen & (m[None, :] > query_position[:, None] - WINDOW)
         best, weight, acc = attend(q, k, v, seen, scale, best, weight, acc, CAP, PRECISION)
     if QUERIES > 1:
-        # A split may begin behind a query; a NaN stays.
+        # A split may begin after a query; a NaN stays.
         weight = tl.where(weight == 0.0, 1.0, weight)
     acc = acc / weight[:, None]
     if SCALED:
@@ -280,7 +280,7 @@ def paged_decode(
     """Attend with the new tokens of each row to the row's positions up to and including their own.
 
     Each row has `queries` adjacent tokens, at most MAX_QUERIES, so B tokens are B / queries rows; a row's positions do
-    not descend, and their values must be finite (see `rope_and_kv_write`): a query multiplies those behind it by 0.
+    not descend, and their values must be finite (see `rope_and_kv_write`): a query multiplies later values by 0.
     Token i attends to positions 0 to positions[i] of its row, all in the pool unless RoPE is fused, which takes one
     query a row. query: [B, heads, D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or
     float16 like the query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device,

@@ -40,13 +40,13 @@ class Checkpoints:
         )
 
     def save(self, row: int, slot: int, position: int) -> None:
-        """Copy the state of a row at a position, that of its base, to a slot."""
+        """Copy the state of a row at a position, where its base must end, to a slot."""
         self.bases[:, slot].copy_(self.states.base[:, row])
         for index, column in self._columns(position):
             self.inputs[:, slot, index].copy_(self.states.columns[:, row, column])
 
     def load(self, slot: int, row: int, position: int) -> None:
-        """Copy a checkpoint of a position to a row, which continues there."""
+        """Copy a checkpoint of a position to a row, which continues from there."""
         states = self.states
         states.base[:, row].copy_(self.bases[:, slot])
         for tensor in (states.updates, states.keys, states.decays):

@@ -1,4 +1,4 @@
-"""The rows of a step behind its single tokens, found on the device.
+"""The rows of a step after its single tokens, found on the device.
 
 One program reads rows and positions of all tokens, so that a captured graph needs nothing else from the host. Layouts
 are those of `Pieces`. `pdl`: see `kernels.dependent_launch`.
@@ -58,7 +58,7 @@ def _find_pieces_kernel(
 
 
 def find_pieces(tokens: TokenRows, pdl: bool = False) -> Pieces | None:
-    """Return the pieces of the tokens behind the single ones, None if there can be none.
+    """Return the pieces of the tokens after the single ones, None if there can be none.
 
     Nothing is copied from the host. More than `max_spans` rows would be written outside the result's memory.
     """

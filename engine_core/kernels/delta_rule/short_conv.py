@@ -121,8 +121,8 @@ def short_conv(
 ) -> Tensor:
     """Apply the causal convolution, SiLU and the norms of heads; see the oracle.
 
-    x: rows contiguous; pieces: of the tokens behind the single ones. Raises ValueError for heads of other
-    sizes than powers of two.
+    x: rows contiguous; pieces: of the tokens after the single ones. Raises ValueError for head
+    sizes that are not powers of two.
     """
     for size in (shape.key_dim, shape.value_dim):
         if size & (size - 1):

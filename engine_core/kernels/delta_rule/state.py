@@ -24,7 +24,7 @@ RING = 16
 L2_EPS = 1e-6
 """Added to the sum of squares of a query or key head."""
 PIECE = 64
-"""Positions that prompts are computed in at once: from one multiple of this to the next."""
+"""Maximum number of positions of a prompt that are computed at once, from one multiple of this to the next."""
 
 
 class DeltaRuleShape(Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class DeltaRuleShape(Struct, frozen=True, kw_only=True):
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: those of queries, keys and values, in this order."""
+        """Channels of the convolution: queries, keys and values, in this order."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
@@ -49,7 +49,7 @@ class DeltaRuleShape(Struct, frozen=True, kw_only=True):
         return self.value_heads * self.value_dim
 
     def num_columns(self, ring: int = RING) -> int:
-        """Return the number of positions whose inputs of the convolution are kept."""
+        """Return the number of positions for which inputs of the convolution are kept."""
         return ring + self.conv_width - 1
 
     def row_bytes(self, itemsize: int, ring: int = RING) -> int:
@@ -78,8 +78,8 @@ class DeltaRuleState:
     decays: Tensor
     """[rows, value_heads, 2 * R] float32: G of each position since the base, at the index of the key."""
     columns: Tensor
-    """[rows, C, channels] in the model's dtype, with C = R + conv_width - 1: last inputs of the convolution, that of
-    position p at index p % C."""
+    """[rows, C, channels] in the model's dtype, with C = R + conv_width - 1: last inputs of the convolution. Position p
+    is at index p % C."""
 
     @property
     def ring(self) -> int:
@@ -122,7 +122,7 @@ class ModelStates:
     def allocate(
         cls, shape: DeltaRuleShape, layers: int, rows: int, dtype: torch.dtype, device: torch.device
     ) -> "ModelStates":
-        """Allocate the memory of all layers, as `DeltaRuleState.allocate` does that of one."""
+        """Allocate the memory of all layers; see `DeltaRuleState.allocate`."""
         flat = DeltaRuleState.allocate(shape, layers * rows, dtype, device)
         tensors = [tensor.view(layers, rows, *tensor.shape[1:]) for tensor in flat.tensors]
         return cls(DeltaRuleState(*tensors), tuple(DeltaRuleState(*own) for own in zip(*tensors, strict=True)))
@@ -146,24 +146,24 @@ class TokenRows:
     positions: Tensor
     """[T] int32 or int64."""
     num_single: int = 0
-    """Number of tokens at the beginning that each are the only one of their row, or padding."""
+    """Number of leading tokens that are the only one of their row, or padding."""
     max_spans: int = 0
     """Largest number of rows that the other tokens can belong to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The tokens of a step behind the first `num_single`, by row, and cut at multiples of PIECE.
+    """The tokens of a step after the first `num_single`, split by row and at multiples of PIECE.
 
-    All three are on the device, where they are computed.
+    All three tensors are computed on the device.
     """
 
     counts: Tensor
     """[2] int32: numbers of pieces and of spans."""
     pieces: Tensor
-    """[most pieces, 2] int32: first token of each piece, and the one behind its last."""
+    """[max_pieces, 2] int32: begin and end of each piece, as indices of tokens."""
     spans: Tensor
-    """[most spans, 2] int32: first piece of each row, and the one behind its last."""
+    """[max_spans, 2] int32: begin and end of each row, as indices of pieces."""
 
 
 def max_pieces(tokens: int, spans: int) -> int:

@@ -3,7 +3,7 @@
 Top-p keeps a token if the mass ahead of it is less than p, and top-k if fewer than k tokens are ahead of it. So a drawn
 token is tested in one pass, without computing where truncation ends (see `rejection_resample`).
 
-If truncation drops a token, it drops all that rank behind it. So only candidates that rank ahead of all earlier ones
+If truncation drops a token, it drops all that rank after it. So only candidates that rank ahead of all earlier ones
 are processed, about two of four, and only in tiles whose best token ranks ahead of them.
 """
 # mypy: disable-error-code="no-untyped-def"

@@ -65,7 +65,7 @@ def _first_kept(
     foremost = tl.full([], NOTHING, tl.int64)
     for number in tl.static_range(CANDIDATES):
         rank = tl.load(drawn_ptr + number)
-        # Written by `prefix_mass`. A candidate behind an earlier one is dropped like that one.
+        # Written by `prefix_mass`. A candidate that ranks after a dropped one is dropped, too.
         mask = (bests > rank) & (rank > foremost)
         mass = fixed_total(tl.load(ahead_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0))
         count = tl.sum(tl.load(counts_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0), axis=0)
