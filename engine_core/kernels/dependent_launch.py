@@ -2,8 +2,8 @@
 
 A kernel may start while its predecessor still runs. It reads its predecessor's output only after waiting for it, and
 lets its own successor start only after that wait, or when it ends. So when a kernel starts, every kernel before its
-immediate predecessor has finished, and their outputs may be read before the wait; the early loads of `paged_decode`
-rely on this.
+immediate predecessor has finished, and their outputs may be read before the wait; the early loads of `paged_decode` and
+of recurrent states rely on this.
 
 One exception: `paged_prefill` launched next to `paged_decode` waits only at its end. Its successor may start while both
 still run, and once it has waited for `paged_prefill` it has waited for both. That successor is a matmul, never

@@ -58,17 +58,25 @@ def _single_tokens_kernel(
 ):
     token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key_head = head // (HEADS // KEY_HEADS)
-    k_index, v_index = tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
-    wait_for_previous(PDL)
+    k_index, v_index, r_index = tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R)
     row = tl.load(rows_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int32)
+    has_state = (row > 0) & (position > 0)
+    cursor = position % R
+    own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
+    own_updates_ptr = updates_ptr + (row * HEADS + head) * R * V + v_index
+    own_keys_ptr = keys_ptr + (row * KEY_HEADS + key_head) * 2 * R * K + k_index
+    own_decays_ptr = decays_ptr + (row * HEADS + head) * 2 * R
+    # The preceding kernel, the convolution, writes none of these.
+    base = tl.load(own_base_ptr, mask=has_state & (k_index[:, None] >= 0), other=0.0)
+    in_ring = (row > 0) & (r_index < cursor)
+    at = (position - cursor + r_index) % (2 * R)
+    old_keys = tl.load(own_keys_ptr[None, :] + at[:, None] * K, mask=in_ring[:, None], other=0.0)
+    updates = tl.load(own_updates_ptr[None, :] + r_index[:, None] * V, mask=in_ring[:, None], other=0.0)
+    old_decays = tl.load(own_decays_ptr + at, mask=in_ring, other=0.0)
+    total = tl.load(own_decays_ptr + (position + 2 * R - 1) % (2 * R), mask=has_state, other=0.0)
+    wait_for_previous(PDL)
     if row > 0:
-        position = tl.load(positions_ptr + token).to(tl.int32)
-        cursor = position % R
-        own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
-        own_updates_ptr = updates_ptr + (row * HEADS + head) * R * V + v_index
-        own_keys_ptr = keys_ptr + (row * KEY_HEADS + key_head) * 2 * R * K + k_index
-        own_decays_ptr = decays_ptr + (row * HEADS + head) * 2 * R
-        base = tl.load(own_base_ptr, mask=(position > 0) & (k_index[:, None] >= 0), other=0.0)
         source = qkv_ptr + token * qkv_stride
         query = tl.load(source + key_head * K + k_index).to(tl.float32)
         stored_key = tl.load(source + (KEY_HEADS + key_head) * K + k_index)
@@ -77,30 +85,25 @@ def _single_tokens_kernel(
         beta = tl.sigmoid(tl.load(gate + head).to(tl.float32))
         decay = log_decay(gate, a_log_ptr, dt_bias_ptr, head, True, HEADS)
         key = stored_key.to(tl.float32)
-        total = tl.load(own_decays_ptr + (position + 2 * R - 1) % (2 * R), mask=position > 0, other=0.0)
-        if cursor == 0:
+        if (cursor == 0) & has_state:
             base = base * tl.exp(total)
             for back in range(1, R + 1):
-                at = position + 2 * R - back
-                weight = tl.exp(total - tl.load(own_decays_ptr + at % (2 * R), mask=position > 0, other=0.0))
-                old_key = tl.load(own_keys_ptr + (at % (2 * R)) * K, mask=(position > 0) & (k_index >= 0), other=0.0)
-                update = tl.load(own_updates_ptr + (at % R) * V, mask=(position > 0) & (v_index >= 0), other=0.0)
-                base += (old_key.to(tl.float32) * weight)[:, None] * update[None, :]
+                index = (position + 2 * R - back) % (2 * R)
+                weight = tl.exp(total - tl.load(own_decays_ptr + index))
+                old_key = tl.load(own_keys_ptr + index * K).to(tl.float32) * weight
+                base += old_key[:, None] * tl.load(own_updates_ptr + (index % R) * V)[None, :]
+        if cursor == 0:
             # The layouts of load and store may differ.
             tl.debug_barrier()
             tl.store(own_base_ptr, base)
             total = 0.0
         total += decay
-        scale = tl.exp(total)
+        scale, weights = tl.exp(total), tl.where(in_ring, tl.exp(total - old_decays), 0.0)
+        wide_keys = old_keys.to(tl.float32)
         remembered = scale * tl.sum(base * key[:, None], 0)
+        remembered += tl.sum(updates * (weights * tl.sum(wide_keys * key[None, :], 1))[:, None], 0)
         result = scale * tl.sum(base * query[:, None], 0)
-        for index in range(0, cursor):
-            at = position - cursor + index
-            old_key = tl.load(own_keys_ptr + (at % (2 * R)) * K).to(tl.float32)
-            weight = tl.exp(total - tl.load(own_decays_ptr + at % (2 * R)))
-            update = tl.load(own_updates_ptr + index * V) * weight
-            remembered += tl.sum(old_key * key) * update
-            result += tl.sum(old_key * query) * update
+        result += tl.sum(updates * (weights * tl.sum(wide_keys * query[None, :], 1))[:, None], 0)
         update = beta * (value - remembered)
         result += tl.sum(key * query) * update
         # Reads of the ring by this program come before these writes; others write other entries.
