@@ -107,14 +107,15 @@ class KVManager:
         pages, tree = self.pages, self.tree
         if tree is None:
             return KVUsage(pages.total, pages.free, pages.used, 0, 0, pages.free, 0)
-        evictable = tree.num_evictable
+        counts, free = tree.counts, pages.free
+        evictable = counts.evictable
         return KVUsage(
             pages.total,
-            pages.free,
+            free,
             pages.used - evictable,
-            tree.num_pages,
+            counts.held,
             evictable,
-            pages.free + evictable + tree.num_pinned,
+            free + evictable + counts.pinned,
             tree.num_evicted,
         )
 
@@ -475,13 +476,16 @@ class KVManager:
         if missing + keep <= 0:
             return True
         tree = self.tree
-        if tree is None or missing + keep > tree.num_evictable + tree.num_pinned:
+        if tree is None:
+            return False
+        evictable = tree.counts.evictable
+        if missing + keep > evictable + tree.counts.pinned:
             return False
         if missing > 0:
-            while tree.num_evictable < missing:
-                assert self.sessions.release_one(), f"{tree.num_pinned} pages are pinned by no session"
-            evicted = tree.evict(missing + tree.num_evictable // EVICT_AHEAD)
-            self.pages.release(CACHE, evicted)
+            while evictable < missing:
+                assert self.sessions.release_one(), f"{tree.counts.pinned} pages are pinned by no session"
+                evictable = tree.counts.evictable
+            self.pages.release(CACHE, tree.evict(missing + evictable // EVICT_AHEAD))
         return True
 
     def _max_cached_pages(self, seq: Sequence) -> int:

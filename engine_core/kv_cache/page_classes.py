@@ -41,6 +41,27 @@ def _window_class(windows: Sequence[int | None], size: int, page_size: int) -> P
     return PageClass(groups, ceil_div(size - 1, page_size))
 
 
+class PageCounts:
+    """Numbers of pages in the nodes of a tree, over all classes."""
+
+    __slots__ = ("held", "locked", "pinned")
+
+    held: int
+    """Pages that nodes hold."""
+    locked: int
+    """Pages that have a reader."""
+    pinned: int
+    """Pages without a reader that a session keeps."""
+
+    def __init__(self) -> None:
+        self.held = self.locked = self.pinned = 0
+
+    @property
+    def evictable(self) -> int:
+        """Pages that are not in use."""
+        return self.held - self.locked - self.pinned
+
+
 class ClassPages:
     """Pages of one class by node, with their users.
 
@@ -49,9 +70,13 @@ class ClassPages:
     evicted first.
     """
 
-    def __init__(self, kind: PageClass) -> None:
-        """Start with the root, which holds no pages."""
+    def __init__(self, kind: PageClass, counts: PageCounts) -> None:
+        """Start with the root, which holds no pages.
+
+        counts: of all classes of the tree, which this class keeps up to date.
+        """
         self.kind = kind
+        self.counts = counts
         self.held = [False]
         """By node: True if it holds the pages of this class."""
         self.locks = [0]
@@ -60,19 +85,8 @@ class ClassPages:
         """By node: number of match points that have it in their tail."""
         self.loose: OrderedDict[int, None] = OrderedDict()
         """Nodes with loose pages, the longest unused first; empty for the class of the whole path."""
-        self.num_held = 0
-        """Number of nodes that hold their pages."""
-        self.num_locked = 0
-        """Number of nodes with a lock."""
-        self.num_pinned = 0
-        """Number of nodes with a pin and without a lock."""
         self.tables: list[list[int]] = [[ABSENT] for _ in kind.groups]
         """Pages by node, for each group."""
-
-    @property
-    def num_evictable(self) -> int:
-        """Number of nodes with pages that are not in use."""
-        return self.num_held - self.num_locked - self.num_pinned
 
     def add_node(self) -> None:
         """Make room for one more node."""
@@ -106,34 +120,39 @@ class ClassPages:
                 table[node] = page
         for node in new:
             held[node] = True
-        self.num_held += len(new)
+        self.counts.held += len(new) * len(self.tables)
         if self.kind.tail is not None:
             for node in new:
                 self._settle(node)
         return known
 
-    def take(self, node: int, pages: list[int]) -> None:
-        """Take the pages from a node that is not in use, and add them to a list."""
-        assert self.held[node] and not (self.locks[node] or self.pins[node]), (
-            f"node {node} loses its pages while in use"
-        )
+    def take(self, nodes: Sequence[int]) -> list[int]:
+        """Take the pages from nodes that are not in use; return them, group by group."""
+        held, locks, pins = self.held, self.locks, self.pins
+        pages: list[int] = []
+        for node in nodes:
+            assert held[node] and not (locks[node] or pins[node]), f"node {node} loses its pages while in use"
+            held[node] = False
         for table in self.tables:
-            pages.append(table[node])
-            table[node] = ABSENT
-        self.held[node] = False
-        self.num_held -= 1
+            pages += [table[node] for node in nodes]
+            for node in nodes:
+                table[node] = ABSENT
+        self.counts.held -= len(pages)
         if self.kind.tail is not None:
-            self.loose.pop(node, None)
+            for node in nodes:
+                self.loose.pop(node, None)
+        return pages
 
     def lock(self, nodes: Sequence[int]) -> None:
         """Add a reader to nodes that hold their pages."""
         locks, pins, held = self.locks, self.pins, self.held
+        counts, size = self.counts, len(self.tables)
         for node in nodes:
             if not locks[node]:
                 assert held[node], f"node {node} is locked without all its pages"
-                self.num_locked += 1
+                counts.locked += size
                 if pins[node]:
-                    self.num_pinned -= 1
+                    counts.pinned -= size
             locks[node] += 1
         if self.kind.tail is not None:
             for node in nodes:
@@ -142,13 +161,14 @@ class ClassPages:
     def unlock(self, nodes: Sequence[int]) -> None:
         """Remove a reader from nodes."""
         locks, pins = self.locks, self.pins
+        counts, size = self.counts, len(self.tables)
         for node in nodes:
             assert locks[node] > 0, f"node {node} unlocked without a lock"
             locks[node] -= 1
             if not locks[node]:
-                self.num_locked -= 1
+                counts.locked -= size
                 if pins[node]:
-                    self.num_pinned += 1
+                    counts.pinned += size
         if self.kind.tail is not None:
             for node in nodes:
                 self._settle(node)
@@ -158,7 +178,7 @@ class ClassPages:
         for node in nodes:
             assert self.held[node], f"node {node} is pinned without all its pages"
             if not self.in_use(node):
-                self.num_pinned += 1
+                self.counts.pinned += len(self.tables)
             self.pins[node] += 1
             self.loose.pop(node, None)
 
@@ -168,7 +188,7 @@ class ClassPages:
             assert self.pins[node] > 0, f"node {node} unpinned without a pin"
             self.pins[node] -= 1
             if not self.in_use(node):
-                self.num_pinned -= 1
+                self.counts.pinned -= len(self.tables)
             self._settle(node)
 
     def protect(self, node: int) -> None:
@@ -194,8 +214,15 @@ class ClassPages:
             and not (self.locks[node] or self.pins[node] or self.num_points[node])
         )
 
+    def count(self) -> tuple[int, int, int]:
+        """Return the numbers of `PageCounts` that this class accounts for, counted node by node."""
+        nodes, size = range(len(self.held)), len(self.tables)
+        locked = sum([bool(self.locks[node]) for node in nodes])
+        pinned = sum([bool(self.pins[node]) and not self.locks[node] for node in nodes])
+        return sum(self.held) * size, locked * size, pinned * size
+
     def audit(self) -> list[str]:
-        """Return the inconsistencies of the counts, one line each."""
+        """Return the inconsistencies of nodes, one line each."""
         nodes, problems = range(len(self.held)), []
         for node in nodes:
             present = [table[node] != ABSENT for table in self.tables]
@@ -203,11 +230,6 @@ class ClassPages:
                 problems.append(f"node {node} holds {sum(present)} of {len(present)} pages")
             if self.in_use(node) and not self.held[node]:
                 problems.append(f"node {node} is in use without its pages")
-        locked = sum([bool(self.locks[node]) for node in nodes])
-        pinned = sum([bool(self.pins[node]) and not self.locks[node] for node in nodes])
-        counts, found = (self.num_held, self.num_locked, self.num_pinned), (sum(self.held), locked, pinned)
-        if counts != found:
-            problems.append(f"held, locked and pinned nodes are {found}, counted {counts}")
         if set(self.loose) != {node for node in nodes if self.is_loose(node)}:
             problems.append(f"nodes {list(self.loose)} are kept as loose")
         return problems

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from tandem.engine_core.kv_cache.eviction import EvictionQueue
-from tandem.engine_core.kv_cache.page_classes import ABSENT, ClassPages, PageClass
+from tandem.engine_core.kv_cache.page_classes import ABSENT, ClassPages, PageClass, PageCounts
 
 ROOT = 0
 """Id of the root, the parent of the nodes of first pages; it has no tokens and no pages."""
@@ -36,7 +36,7 @@ class RadixTree:
     Match points are nodes where later matches are expected to end: the last nodes of prompts, turns and sessions, and
     nodes with two children. The pages of their tails are evicted after all others of their class.
 
-    The counts `num_pages`, `num_locked` and `num_pinned` are of pages, over all classes.
+    `counts` are of pages, over all classes.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class RadixTree:
         page_size: tokens of an edge; classes: of the pages of a node; max_nodes: see `make_room`.
         """
         self.page_size = page_size
-        self.classes = tuple([ClassPages(kind) for kind in classes])
+        self.counts = PageCounts()
+        self.classes = tuple([ClassPages(kind, self.counts) for kind in classes])
         self.max_nodes = max_nodes
         self.num_evicted = 0
         """Number of pages given up since the start."""
@@ -81,26 +82,6 @@ class RadixTree:
     def num_nodes(self) -> int:
         """Nodes in the tree, the root excluded."""
         return len(self._index)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that nodes hold."""
-        return sum([pages.num_held * len(pages.tables) for pages in self.classes])
-
-    @property
-    def num_locked(self) -> int:
-        """Pages that have a reader."""
-        return sum([pages.num_locked * len(pages.tables) for pages in self.classes])
-
-    @property
-    def num_pinned(self) -> int:
-        """Pages without a reader that a session keeps."""
-        return sum([pages.num_pinned * len(pages.tables) for pages in self.classes])
-
-    @property
-    def num_evictable(self) -> int:
-        """Pages that `evict` can give up."""
-        return sum([pages.num_evictable * len(pages.tables) for pages in self.classes])
 
     @property
     def match_points(self) -> list[int]:
@@ -246,8 +227,7 @@ class RadixTree:
         Return the pages. They must have neither readers nor pins.
         """
         assert self.classes[kind].held[node], f"node {node} holds no page of class {kind}; {self}"
-        pages: list[int] = []
-        self.classes[kind].take(node, pages)
+        pages = self.classes[kind].take((node,))
         self.num_evicted += len(pages)
         if not kind:
             self.epoch = self._dropped_at = self.epoch + 1
@@ -326,25 +306,38 @@ class RadixTree:
         pages of a node go together, so there may also be a few more.
         """
         pages: list[int] = []
-        node = ROOT
         while len(pages) < count:
-            if node == ROOT:
-                if self._tails and self._evict_tail(pages):
-                    continue
-                oldest = self._queue.pop(self._is_evictable)
-                if oldest is None:
-                    break
-                node = oldest
-            parent = self._remove(node, pages)
-            node = ROOT
-            if parent != ROOT and self._is_evictable(parent, last_use := self._last_use[parent]):
-                # Nodes of one sequence were mostly used together: then the parent is next, and need not queue.
-                if len(pages) < count and last_use <= self._queue.oldest_use and not self._tails:
-                    node = parent
-                else:
-                    self._offer((parent,))
+            if self._tails and self._evict_tail(pages):
+                continue
+            leaf = self._queue.pop(self._is_evictable)
+            if leaf is None:
+                break
+            nodes = [leaf] if self._tails else self._oldest_nodes(leaf, count - len(pages))
+            self._offer((self._remove(nodes, pages),))
         self.num_evicted += len(pages)
         return pages
+
+    def _oldest_nodes(self, leaf: int, count: int) -> list[int]:
+        """Return the nodes to evict for `count` pages of a tree without tails, beginning with the oldest leaf.
+
+        Nodes of one sequence were mostly used together: then the parent is next, and need not queue.
+        """
+        parents, children, last_use = self._parent, self._num_children, self._last_use
+        locks, pins, held, size = self._locks, self._pins, self._path.held, len(self._path.tables)
+        oldest, nodes, node = self._queue.oldest_use, [leaf], leaf
+        while True:
+            count -= size * held[node]
+            node = parents[node]
+            if (
+                count <= 0
+                or node == ROOT
+                or children[node] > 1
+                or locks[node]
+                or pins[node]
+                or last_use[node] > oldest
+            ):
+                return nodes
+            nodes.append(node)
 
     def _evict_tail(self, pages: list[int]) -> bool:
         """Add the pages of one node's tail class to a list, or make the tail of a match point loose.
@@ -354,7 +347,7 @@ class RadixTree:
         for tail in self._tails:
             if tail.loose:
                 node = next(iter(tail.loose))
-                tail.take(node, pages)
+                pages += tail.take((node,))
                 self._remove_empty(node)
                 return True
         point_use = self._point_queue.oldest_valid_use(self._is_point)
@@ -380,8 +373,7 @@ class RadixTree:
             leaf = self._queue.pop(self._is_evictable)
             if leaf is None:
                 break
-            parent = self._remove(leaf, pages)
-            self._offer((parent,))
+            self._offer((self._remove((leaf,), pages),))
         self.num_evicted += len(pages)
         return min(count, max(0, self.max_nodes - self.num_nodes)), pages
 
@@ -399,27 +391,29 @@ class RadixTree:
                 if self.classes[kind].held[node]:
                     pages += self.drop(node, kind)
             if self._is_evictable(node, self._last_use[node]):
-                self._remove(node, [])
+                self._remove((node,), [])
         return pages
 
-    def _remove(self, node: int, pages: list[int]) -> int:
-        """Take a leaf out of the tree; return its parent.
+    def _remove(self, nodes: Sequence[int], pages: list[int]) -> int:
+        """Take a leaf out of the tree, and then the nodes before it; return the parent of the last.
 
-        The pages of the leaf are added to the list `pages`; the caller counts them.
+        Their pages are added to the list `pages`; the caller counts them.
         """
-        key, parent = self._key[node], self._parent[node]
-        assert key is not None, f"node {node} is not in the tree; {self}"
+        keys, index, removed_at = self._key, self._index, self._removed_at
         for held in self.classes:
-            if held.held[node]:
-                held.take(node, pages)
-        if node in self._points:
-            self._forget_point(node)
-        del self._index[key]
-        self._key[node] = None
-        self._num_children[parent] -= 1
-        self.epoch = self._removed_at[node] = self.epoch + 1
-        self._free_ids.append(node)
-        return parent
+            pages += held.take([node for node in nodes if held.held[node]])
+        for node in nodes if self._points else ():
+            if node in self._points:
+                self._forget_point(node)
+        for node in nodes:
+            key = keys[node]
+            assert key is not None, f"node {node} is not in the tree; {self}"
+            del index[key]
+            keys[node] = None
+            self._num_children[self._parent[node]] -= 1
+            self.epoch = removed_at[node] = self.epoch + 1
+        self._free_ids += nodes
+        return self._parent[nodes[-1]]
 
     def _remove_empty(self, node: int) -> None:
         """Remove a node that holds no page, if nothing needs it, and then those before it."""
@@ -430,7 +424,7 @@ class RadixTree:
             and node not in self._points
             and not any(held.held[node] and held.tables for held in self.classes)
         ):
-            node, removed = self._remove(node, []), True
+            node, removed = self._remove((node,), []), True
         if removed:
             self._offer((node,))
 
@@ -499,6 +493,10 @@ class RadixTree:
         every = [page for pages in self.classes for table in pages.tables for page in table if page != ABSENT]
         if len(set(every)) != len(every):
             problems.append("a page is held by two nodes")
+        found = [sum(column) for column in zip(*[pages.count() for pages in self.classes], strict=True)]
+        counted = [self.counts.held, self.counts.locked, self.counts.pinned]
+        if counted != found:
+            problems.append(f"pages held, locked and pinned are {found}, counted {counted}")
         for number, pages in enumerate(self.classes):
             problems += [f"class {number}: {line}" for line in pages.audit()]
             needed = [0] * len(self._key)
@@ -540,8 +538,8 @@ class RadixTree:
 
     def __repr__(self) -> str:
         return (
-            f"RadixTree({self.num_nodes} nodes, {self.num_pages} pages, {self.num_locked} locked, "
-            f"{self.num_pinned} pinned)"
+            f"RadixTree({self.num_nodes} nodes, {self.counts.held} pages, {self.counts.locked} locked, "
+            f"{self.counts.pinned} pinned)"
         )
 
 

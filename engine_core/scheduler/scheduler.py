@@ -208,9 +208,12 @@ class Scheduler:
         self.updates.first_tokens += [held[seq_id] for seq_id in self.queued.on_commit(plan.step_id)]
         if result.milliseconds:
             self.planner.costs.correct(StepWork.of(plan.rows, plan.num_drafts), result.milliseconds)
-        sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
-        live = [seq if seq.outcome is None else None for seq in sequences]
-        known = [len(seq.tokens) for seq in sequences]
+        live: list[Sequence | None] = []
+        known: list[int] = []
+        if result.logprobs is not None:
+            sequences = [held[row.seq_id] for row in plan.rows]
+            live = [seq if seq.outcome is None else None for seq in sequences]
+            known = [len(seq.tokens) for seq in sequences]
         if plan.num_drafts:
             self._commit_runs(plan, result, advanced)
         elif (advanced or plan.is_unconstrained) and result.has_single_tokens(len(sampled := plan.sampled_rows)):

@@ -46,8 +46,10 @@ def insert_paged_rows(
             num_complete += 1
             continue
         constrained = seq.constraint is not None
-        end = memory.row_end(seq, 1)
-        pages = tuple(seq.pages[0][first:]) if memory.num_groups == 1 else memory.unmapped_pages(seq, end)
+        if memory.num_groups == 1:
+            pages = tuple(seq.pages[0][first:])
+        else:
+            pages = memory.unmapped_pages(seq, memory.row_end(seq, 1))
         row = ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
         rows.insert(index - num_complete, row)
         paged.append(row)

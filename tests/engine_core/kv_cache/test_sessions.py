@@ -26,7 +26,7 @@ def after_one_turn(pages: int = 40) -> tuple[Scheduler, tuple[int, ...]]:
     scheduler = new(pages=pages)
     first = turn(1, *FIRST)
     run(scheduler, first)
-    assert scheduler.memory.usage.in_use == scheduler.memory.tree.num_pinned == 3  # type: ignore[union-attr]
+    assert scheduler.memory.usage.in_use == scheduler.memory.tree.counts.pinned == 3  # type: ignore[union-attr]
     return scheduler, tuple(first.tokens)
 
 

@@ -148,7 +148,7 @@ def test_prompt_is_recomputed_into_own_pages_where_a_tail_was_evicted() -> None:
     tree = memory.tree
     assert tree is not None
     full = tree.pages(nodes, 0)
-    assert (tree.num_pages, tree.match_points) == (8, []), "all pages of the first group, no others"
+    assert (tree.counts.held, tree.match_points) == (8, []), "all pages of the first group, no others"
     seq = prompted(2, *SYSTEM, 2)
     added(scheduler, seq)
     assert (seq.num_scheduled_tokens, seq.cache.nodes) == (0, [])
@@ -300,5 +300,5 @@ def test_number_of_nodes_is_bounded_where_all_layers_have_windows() -> None:
         tree = scheduler.memory.tree
         assert tree is not None
         assert tree.num_nodes <= 8 * 9
-    assert tree.num_pages <= 8
+    assert tree.counts.held <= 8
     assert scheduler.audit() == []

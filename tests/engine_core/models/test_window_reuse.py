@@ -125,7 +125,7 @@ def test_prompts_of_which_only_the_full_pages_are_cached(build: Build) -> None:
     memory = pair.evicting.engine.scheduler.memory
     assert memory.tree is not None
     tails = memory.tree.classes[1:]
-    while any(pages.num_held for pages in tails):
+    while any(any(pages.held) for pages in tails):
         memory.pages.release(-1, memory.tree.evict(1))
     pair.check([old, old + other])
 
