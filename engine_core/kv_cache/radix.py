@@ -328,14 +328,7 @@ class RadixTree:
         while True:
             count -= size * held[node]
             node = parents[node]
-            if (
-                count <= 0
-                or node == ROOT
-                or children[node] > 1
-                or locks[node]
-                or pins[node]
-                or last_use[node] > oldest
-            ):
+            if count <= 0 or node == ROOT or children[node] > 1 or locks[node] or pins[node] or last_use[node] > oldest:
                 return nodes
             nodes.append(node)
 
