@@ -248,6 +248,10 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     """Id of the HTTP request that it belongs to; "" for none."""
     key: str = ""
     """Name of its API key; "" for none."""
+    drafted: int = 0
+    """Number of drafts that were verified for it."""
+    accepted: int = 0
+    """Number of those that were right."""
 
 
 class InspectedSession(Struct, frozen=True, array_like=True):
@@ -261,6 +265,16 @@ class InspectedSession(Struct, frozen=True, array_like=True):
     """Seconds since its last turn ended; 0 while one is in progress."""
     key: str = ""
     """Name of the API key that owns the session; "" for none."""
+
+
+class Speculation(Struct, frozen=True, array_like=True):
+    """How an engine drafts tokens; the numbers of its drafts are among its stats."""
+
+    method: str
+    max_drafts: int
+    """Maximum number of drafts that a step verifies for each sequence."""
+    is_adaptive: bool
+    """True if steps verify fewer where few are right."""
 
 
 class Inspection(Event, frozen=True, array_like=True, tag=5):
@@ -282,6 +296,8 @@ class Inspection(Event, frozen=True, array_like=True, tag=5):
     """Mode of the pause in force, also while it still drains; None without one."""
     refuses_new: bool = False
     """True if requests that arrive are refused because of the pause."""
+    speculation: Speculation | None = None
+    """None if no step verifies drafts."""
 
 
 class Heartbeat(Event, frozen=True, array_like=True, tag=3):

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 from tandem.engine_core.kv_cache.manager import KVManager, Leaving
 from tandem.engine_core.kv_cache.sessions import Session, split_scoped
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.commands import PauseMode
-from tandem.protocol.events import InspectedSequence, InspectedSession, Inspection, SequenceState
+from tandem.protocol.events import InspectedSequence, InspectedSession, Inspection, SequenceState, Speculation
 from tandem.protocol.stats import EngineStats
 
 MAX_LISTED = 256
@@ -49,6 +50,7 @@ def inspect(
         max(0, len(waiting) - MAX_LISTED),
         pause_mode,
         refuses_new,
+        _speculation(scheduler.planner.drafts),
     )
 
 
@@ -117,7 +119,14 @@ def _sequence(
         wait,
         seq.submit.http_request_id,
         seq.submit.key.name if seq.submit.key is not None else "",
+        seq.drafts.drafted,
+        seq.drafts.accepted,
     )
+
+
+def _speculation(drafts: DraftPolicy) -> Speculation | None:
+    """Return how steps draft tokens; None if none does. There is one method."""
+    return Speculation("ngram", drafts.fixed or drafts.sizes[-1], drafts.fixed is None) if drafts.sizes else None
 
 
 def _session(memory: KVManager, session: Session, now: float) -> InspectedSession:

@@ -19,6 +19,8 @@ _SEQUENCES = {
     "priority": "PRIORITY", "preemptions": "PREEMPTED", "age": "AGE", "wait": "WAIT", "session_id": "SESSION",
     "http_request_id": "HTTP REQUEST",
 }  # fmt: skip
+_DRAFTS = {"drafted_tokens": "DRAFTED", "accepted_tokens": "ACCEPTED"}
+"""Further columns of sequences where steps verify drafts."""
 _TEXTS = ("state", "session_id", "http_request_id")
 _SESSIONS = {"session_id": "SESSION", "busy": "BUSY", "pages": "KEPT", "idle": "IDLE"}
 _WAITING = ("waiting", "compiling", "following")
@@ -78,7 +80,8 @@ def render(state: dict[str, Any]) -> str:
     parts = ["\n".join(_summary(state))]
     sequences = [{**one, "wait": one["wait"] if one["state"] in _WAITING else None} for one in state["sequences"]]
     sessions = [{**one, "idle": None if one["busy"] else one["idle"]} for one in state["sessions"]]
-    tables = ((_SEQUENCES, sequences), (_SESSIONS, sessions))
+    columns = {**_SEQUENCES, **_DRAFTS} if state["speculation"] else _SEQUENCES
+    tables = ((columns, sequences), (_SESSIONS, sessions))
     parts += [_table(columns, entries) for columns, entries in tables if entries]
     return "\n\n".join(parts)
 
@@ -101,6 +104,7 @@ def _summary(state: dict[str, Any]) -> list[str]:
         f"free, {pages['page_size']} tokens each",
         "prefix cache": f"{cache['pages']} pages, hit rate {rate} ({cache['hit_tokens']} of {cache['queried_tokens']} "
         f"prompt tokens), {cache['evicted_pages']} evicted",
+        **({"speculation": _speculation(state["speculation"])} if state["speculation"] else {}),
         "preemptions": str(state["preemptions"]),
         "sessions": f"{len(state['sessions'])}, {busy} of them busy, {state['evicted_sessions']} evicted",
     }
@@ -111,6 +115,17 @@ def _pause(pause: dict[str, Any]) -> str:
     """Describe the current pause."""
     arrivals = "wait" if pause["new_requests"] == "hold" else "are refused"
     return f"{pause['status']}, mode {pause['mode']}; requests that arrive {arrivals}; POST /admin/resume ends it"
+
+
+def _speculation(found: dict[str, Any]) -> str:
+    """Describe how tokens are drafted, and how many drafts were right."""
+    rate = "none yet" if found["acceptance_rate"] is None else f"{found['acceptance_rate']:.1%}"
+    most = f"{'up to ' if found['adaptive'] else ''}{found['max_drafts']} drafts a step"
+    positions = ", ".join(map(str, found["accepted_tokens_per_position"]))
+    return (
+        f"{found['method']}, {most}; acceptance rate {rate} ({found['accepted_tokens']} of {found['drafted_tokens']} "
+        f"drafts; by position {positions})"
+    )
 
 
 def _table(columns: dict[str, str], entries: Sequence[dict[str, Any]]) -> str:

@@ -12,11 +12,12 @@ from tandem.engine_core.stats import (
     TOKENS,
     StageClock,
     count_outcome,
+    count_verified,
     new_stats,
 )
 from tandem.protocol.codec import decode_event, encode
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished, Heartbeat, Phase
+from tandem.protocol.events import Failure, Finished, Heartbeat, Phase, VerifiedDrafts
 from tandem.protocol.stats import Histogram
 from tests.fakes.clock import FakeClock
 
@@ -84,3 +85,14 @@ def test_stages_share_the_time_between_two_marks() -> None:
     clock.advance(1)
     stages.mark("drain")
     assert stages.seconds["drain"] == 2.0, "sleep between two turns is nobody's"
+
+
+def test_verified_drafts_are_counted_as_vllm_counts_them() -> None:
+    """As in its `SpecDecodingStats.observe_draft`: per row and step; a right draft at its index in the draft."""
+    stats = new_stats()
+    for drafts in (VerifiedDrafts(1, 3, 2), VerifiedDrafts(2, 1, 0), VerifiedDrafts(1, 7, 7, True)):
+        count_verified(stats, drafts)
+    assert stats.spec_decode_num_drafts == 3
+    assert stats.spec_decode_num_draft_tokens == 11
+    assert stats.spec_decode_num_accepted_tokens == 9
+    assert stats.spec_decode_num_accepted_tokens_per_pos == {"0": 2, "1": 2, **{str(i): 1 for i in range(2, 7)}}

@@ -35,6 +35,7 @@ ModelFacts: name vocab_size max_len end_ids tokenizer_fingerprint device dtype c
     weight_format kv_dtype
 Ready 0: protocol_version engine_epoch model limits
 Refused 1: message
+Speculation: method max_drafts is_adaptive
 SequenceTimes: request_id admitted launched first_token ended num_steps preemptions
 Started: request_id cached_tokens
 StepOutput 2: step_id request_ids counts tokens finished failures logprobs started

@@ -12,9 +12,16 @@ from tandem.frontend.errors import unsupported
 from tandem.frontend.request.field_types import String
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.schema import STRING, Schema, closed
+from tandem.frontend.request.schema import STRING, Schema, closed, nullable
 from tandem.protocol.engine_options import POLICIES
-from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence, InspectedSession, Inspection, Limits
+from tandem.protocol.events import (
+    SEQUENCE_STATES,
+    InspectedSequence,
+    InspectedSession,
+    Inspection,
+    Limits,
+    Speculation,
+)
 from tandem.protocol.stats import EngineStats
 
 
@@ -41,6 +48,7 @@ def inspection_body(inspection: Inspection, limits: Limits) -> dict[str, Any]:
             "page_size": limits.page_size,
         },
         "prefix_cache": _prefix_cache(stats),
+        "speculation": None if inspection.speculation is None else _speculation(inspection.speculation, stats),
         "preemptions": stats.preemptions,
         "sequences": [_sequence(sequence) for sequence in inspection.sequences],
         "sessions": [_session(session) for session in inspection.sessions],
@@ -56,6 +64,21 @@ def _prefix_cache(stats: EngineStats) -> dict[str, Any]:
         "hit_tokens": hits,
         "hit_rate": round(hits / queried, 4) if queried else None,
         "evicted_pages": stats.pages_evicted,
+    }
+
+
+def _speculation(speculation: Speculation, stats: EngineStats) -> dict[str, Any]:
+    drafted, accepted = stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
+    by_position = stats.spec_decode_num_accepted_tokens_per_pos
+    return {
+        "method": speculation.method,
+        "max_drafts": speculation.max_drafts,
+        "adaptive": speculation.is_adaptive,
+        "drafts": stats.spec_decode_num_drafts,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
+        "accepted_tokens_per_position": [by_position.get(str(index), 0) for index in range(speculation.max_drafts)],
     }
 
 
@@ -78,6 +101,8 @@ def _sequence(sequence: InspectedSequence) -> dict[str, Any]:
         "session_id": sequence.session or None,
         "http_request_id": sequence.http_request_id or None,
         "key": sequence.key or None,
+        "drafted_tokens": sequence.drafted,
+        "accepted_tokens": sequence.accepted,
     }
 
 
@@ -93,6 +118,7 @@ def _session(session: InspectedSession) -> dict[str, Any]:
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NUMBER: Schema = {"type": "number", "minimum": 0}
+_RATE: Schema = {"type": ["number", "null"], "minimum": 0, "maximum": 1}
 _FLAG: Schema = {"type": "boolean"}
 
 POLICY = closed({"policy": {"enum": [*POLICIES]}})
@@ -112,6 +138,18 @@ _SEQUENCE = closed(
         "session_id": {"type": ["string", "null"]},
         "http_request_id": {"type": ["string", "null"]},
         "key": {"type": ["string", "null"]},
+        "drafted_tokens": _COUNT,
+        "accepted_tokens": _COUNT,
+    }
+)
+_SPECULATION = closed(
+    {
+        "method": STRING,
+        "max_drafts": {"type": "integer", "minimum": 1},
+        "adaptive": _FLAG,
+        **dict.fromkeys(("drafts", "drafted_tokens", "accepted_tokens"), _COUNT),
+        "acceptance_rate": _RATE,
+        "accepted_tokens_per_position": {"type": "array", "items": _COUNT},
     }
 )
 _SESSION = closed(
@@ -131,10 +169,11 @@ INSPECTION = closed(
                 "pages": _COUNT,
                 "queried_tokens": _COUNT,
                 "hit_tokens": _COUNT,
-                "hit_rate": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+                "hit_rate": _RATE,
                 "evicted_pages": _COUNT,
             }
         ),
+        "speculation": nullable(_SPECULATION),
         "preemptions": _COUNT,
         "sequences": {"type": "array", "items": _SEQUENCE},
         "sessions": {"type": "array", "items": _SESSION},

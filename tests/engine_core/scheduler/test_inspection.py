@@ -1,10 +1,12 @@
 """Snapshots of the scheduler."""
 
+from tandem.engine_core.contracts import StepResult
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.inspection import MAX_LISTED, inspect, oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.stats import new_stats
 from tandem.protocol.codec import decode_event, encode
-from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence
+from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence, Speculation
 from tests.fakes.constraint import FakeConstraint
 from tests.support.kv_pool import evict_unused
 from tests.support.scheduling import END, added, commit, launched, new, run, sequence
@@ -124,3 +126,17 @@ def test_inspection_truncates_a_long_queue() -> None:
     added(scheduler, *[sequence(number, first=number) for number in range(MAX_LISTED + 9)])
     seen = inspect(scheduler, 1, new_stats(), 0.0)
     assert (len(seen.sequences), seen.omitted) == (1 + MAX_LISTED, 8)
+
+
+def test_inspection_shows_how_steps_draft_and_what_was_right() -> None:
+    scheduler = new(drafts=DraftPolicy((1, 2, 3), 3))
+    added(scheduler, sequence(1, max_tokens=20))
+    commit(scheduler, launched(scheduler, 1), [50])
+    scheduler.commit(launched(scheduler, 2), StepResult([3], [20, 21, 22], num_drafts=[3]))
+    seen = inspect(scheduler, 1, new_stats(), 0.0)
+    assert seen.speculation == Speculation("ngram", 3, False)
+    assert (seen.sequences[0].drafted, seen.sequences[0].accepted) == (3, 2)
+    assert decode_event(encode(seen)) == seen
+    adaptive = inspect(new(drafts=DraftPolicy((1, 2, 3, 5, 7))), 1, new_stats(), 0.0)
+    assert adaptive.speculation == Speculation("ngram", 7, True)
+    assert inspect(new(), 1, new_stats(), 0.0).speculation is None

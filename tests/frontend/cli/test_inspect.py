@@ -23,6 +23,7 @@ IDLE: dict[str, Any] = {
     "rows": {"running": 0, "total": 64},
     "pages": {"used": 0, "free": 4096, "settling": 0, "total": 4096, "page_size": 16},
     "prefix_cache": {"pages": 0, "queried_tokens": 0, "hit_tokens": 0, "hit_rate": None, "evicted_pages": 0},
+    "speculation": None,
     "preemptions": 0,
     "sequences": [],
     "sessions": [],
@@ -93,6 +94,22 @@ def test_render_shows_a_busy_scheduler() -> None:
         ["talk", "yes", "2", "-"],
         ["x" * 37 + "...", "no", "20", "30.1", "s"],
     ]
+
+
+@pytest.mark.parametrize(("adaptive", "most"), [(True, "up to 3 drafts a step"), (False, "3 drafts a step")])
+def test_render_shows_drafts(adaptive: bool, most: str) -> None:
+    speculation = {
+        "method": "ngram", "max_drafts": 3, "adaptive": adaptive, "drafts": 20, "drafted_tokens": 50,
+        "accepted_tokens": 21, "acceptance_rate": 0.42, "accepted_tokens_per_position": [12, 8, 1],
+    }  # fmt: skip
+    row = {**SEQUENCE, "drafted_tokens": 7, "accepted_tokens": 5}
+    summary, sequences = render({**IDLE, "speculation": speculation, "sequences": [row]}).split("\n\n")
+    line = f"speculation   ngram, {most}; acceptance rate 42.0% (21 of 50 drafts; by position 12, 8, 1)"
+    assert line in summary.splitlines()
+    head, one = [line.split() for line in sequences.splitlines()]
+    assert (head[-2:], one[-2:]) == (["DRAFTED", "ACCEPTED"], ["7", "5"])
+    unused = {**speculation, "drafted_tokens": 0, "acceptance_rate": None}
+    assert "acceptance rate none yet" in render({**IDLE, "speculation": unused})
 
 
 def test_render_replaces_control_characters_in_names() -> None:

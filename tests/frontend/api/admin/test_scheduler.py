@@ -18,6 +18,7 @@ from tandem.protocol.events import (
     Inspection,
     Limits,
     SequenceState,
+    Speculation,
 )
 from tandem.protocol.stats import EngineStats
 from tests.fakes.engine import FakeEngine
@@ -36,14 +37,20 @@ shared, engine, server = shared_fixtures()
 def test_inspection_is_converted_to_json() -> None:
     stats = EngineStats(
         running=1, waiting=3, pages_used=5, pages_total=9, oldest_wait=1.23456, pages_cached=4, prefix_queries=300,
-        prefix_hits=100, pages_evicted=6, preemptions=2, sessions=1, sessions_evicted=7,
+        prefix_hits=100, pages_evicted=6, preemptions=2, sessions=1, sessions_evicted=7, spec_decode_num_drafts=12,
+        spec_decode_num_draft_tokens=30, spec_decode_num_accepted_tokens=10,
+        spec_decode_num_accepted_tokens_per_pos={"0": 7, "1": 3},
     )  # fmt: skip
     running = InspectedSequence(
-        "ab", 5, "decode", 0, 40, 3, 42, 3, 2, 32, -1, 1, 2.34567, "talk", http_request_id="req_1"
-    )
+        *("ab", 5, "decode", 0, 40, 3, 42, 3, 2, 32, -1, 1, 2.34567, "talk"),
+        http_request_id="req_1", drafted=9, accepted=4,
+    )  # fmt: skip
     waiting = InspectedSequence("ab", 6, "waiting", -1, 40, 0, 0, 0, 0, 0, 0, 0, 1.0, wait=0.5678)
     session = InspectedSession("talk", True, 2, 0.0)
-    found = inspection_body(Inspection(1, "fcfs", stats, 4, 1, [running, waiting], [session], 2), LIMITS)
+    inspection = Inspection(
+        *(1, "fcfs", stats, 4, 1, [running, waiting], [session], 2), speculation=Speculation("ngram", 3, True)
+    )
+    found = inspection_body(inspection, LIMITS)
     jsonschema.validate(found, INSPECTION)
     assert found == {
         "policy": "fcfs",
@@ -54,27 +61,34 @@ def test_inspection_is_converted_to_json() -> None:
         "prefix_cache": {
             "pages": 4, "queried_tokens": 300, "hit_tokens": 100, "hit_rate": 0.3333, "evicted_pages": 6,
         },
+        "speculation": {
+            "method": "ngram", "max_drafts": 3, "adaptive": True, "drafts": 12, "drafted_tokens": 30,
+            "accepted_tokens": 10, "acceptance_rate": 0.3333, "accepted_tokens_per_position": [7, 3, 0],
+        },
         "preemptions": 2,
         "sequences": [
             {
                 "client": "ab", "request_id": 5, "state": "decode", "row": 0, "prompt_tokens": 40,
                 "generated_tokens": 3, "computed_tokens": 42, "pages": 3, "shared_pages": 2, "cached_tokens": 32,
                 "priority": -1, "preemptions": 1, "age": 2.346, "wait": 0.0,
-                "session_id": "talk", "http_request_id": "req_1", "key": None,
+                "session_id": "talk", "http_request_id": "req_1", "key": None, "drafted_tokens": 9,
+                "accepted_tokens": 4,
             },
             {
                 "client": "ab", "request_id": 6, "state": "waiting", "row": None, "prompt_tokens": 40,
                 "generated_tokens": 0, "computed_tokens": 0, "pages": 0, "shared_pages": 0, "cached_tokens": 0,
                 "priority": 0, "preemptions": 0, "age": 1.0, "wait": 0.568,
-                "session_id": None, "http_request_id": None, "key": None,
+                "session_id": None, "http_request_id": None, "key": None, "drafted_tokens": 0,
+                "accepted_tokens": 0,
             },
         ],
         "sessions": [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0, "key": None}],
         "evicted_sessions": 7,
     }  # fmt: skip
-    assert (
-        inspection_body(Inspection(1, "fcfs", EngineStats(), 4, 1, [], []), LIMITS)["prefix_cache"]["hit_rate"] is None
-    )
+    idle = inspection_body(Inspection(1, "fcfs", EngineStats(), 4, 1, [], []), LIMITS)
+    assert idle["prefix_cache"]["hit_rate"] is idle["speculation"] is None
+    unused = structs.replace(inspection, stats=EngineStats())
+    assert inspection_body(unused, LIMITS)["speculation"]["acceptance_rate"] is None
 
 
 @pytest.mark.parametrize("state", SEQUENCE_STATES)
