@@ -45,6 +45,7 @@ _OTHER_OPTIONS = {
     "kv_cache_dtype": "kv_dtype",
     "model_path": "model",
     "block_size": "page_size",
+    "speculative_config": "speculate",
     "verbose": "log_level",
 }
 """Options of other engines, and the closest option here."""

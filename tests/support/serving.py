@@ -157,8 +157,12 @@ class Serving:
     def fresh_engine_metric(self, name: str) -> float:
         """Return a series from a heartbeat sent after this call began, which reflects all earlier answers."""
         asked = time.monotonic()
-        age = "tandem_engine_seconds_since_last_beat"
-        until(lambda: self.engine_metric(age) < time.monotonic() - asked, "a heartbeat")
+
+        def is_fresh() -> bool:
+            now = time.monotonic()  # Before the scrape, which takes its time.
+            return self.engine_metric("tandem_engine_seconds_since_last_beat") < now - asked
+
+        until(is_fresh, "a heartbeat")
         return self.engine_metric(name)
 
     def rows_and_pages_are_free(self) -> bool:

@@ -120,6 +120,7 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
     for name, near in (
         ("max_model_len", "max_len"),
         ("gpu_memory_utilization", "gpu_memory"),
+        ("speculative_config", "speculate"),
         ("page_sizes", "page_size"),
     ):
         with pytest.raises(TypeError, match=f"{name!r}.*{near!r}"):
