@@ -12,10 +12,15 @@ from tandem.engine_core.sequence import Sequence
 
 WEIGHT = 0.25
 """Weight of a step in the moving average of a sequence's right drafts."""
-MIN_EXPECTED = 0.25
-"""Right drafts that a row must have in a step on average: a step with drafts takes that much longer at the most."""
+MIN_EXPECTED, ROWS_PER_EXPECTED = 0.1, 400
+"""Right drafts that a row must have in a step on average: the first, and one more for that many rows. A step with one
+draft per row takes about as much longer."""
+FEW_ROWS = 8
+"""Rows up to which a step verifies twice as many drafts as are right on average: they take little time, and most texts
+have either all of their drafts right or none."""
 PROBE_INTERVAL, PROBE_DRAFTS = 16, 3
-"""Steps without drafts after which one verifies some, to notice when a text begins to repeat, and how many."""
+"""Steps without drafts after which one verifies some, to notice when a text begins to repeat, and how many. With more
+rows, which take longer to verify, it is as many steps as rows."""
 
 
 class DraftPolicy:
@@ -50,21 +55,23 @@ class DraftPolicy:
     def choose(self, sequences: Items[Sequence]) -> int:
         """Return the number of drafts of the next step of these sequences.
 
-        They grow by one beyond the average of right drafts, so that more of them can be noticed. Sequences without
-        drafts count as rows that get nothing from the step.
+        It grows beyond the average of right drafts, so that more of them can be noticed. Sequences without drafts count
+        as rows that get nothing from the step.
         """
         drafting = [seq.drafts.expected for seq in sequences if seq.drafts.max_drafts]
         if not drafting:
             return 0
-        largest = self._at_most(self.max_positions // self._padded(len(sequences)) - 1)
+        rows = len(sequences)
+        largest = self._at_most(self.max_positions // self._padded(rows) - 1)
         if self.fixed is not None:
             return min(largest, self.sizes[-1])
         expected = sum(drafting)
-        if expected >= MIN_EXPECTED * len(sequences):
-            chosen = min(largest, self._at_most(round(expected / len(drafting)) + 1))
+        if expected >= (MIN_EXPECTED + rows / ROWS_PER_EXPECTED) * rows:
+            average = expected / len(drafting)
+            chosen = min(largest, self._at_least(round(2 * average if rows <= FEW_ROWS else average) + 1))
         else:
-            is_due = self._since_drafts + 1 >= PROBE_INTERVAL
-            chosen = min(largest, self._at_most(PROBE_DRAFTS)) if is_due else 0
+            is_due = self._since_drafts + 1 >= max(PROBE_INTERVAL, rows)
+            chosen = min(largest, self._at_least(PROBE_DRAFTS)) if is_due else 0
         self._since_drafts = 0 if chosen else self._since_drafts + 1
         return chosen
 
@@ -79,6 +86,10 @@ class DraftPolicy:
         """Return the largest size that is not above `wanted`, else 0."""
         index = bisect_right(self.sizes, wanted)
         return self.sizes[index - 1] if index else 0
+
+    def _at_least(self, wanted: int) -> int:
+        """Return the smallest size that is not below `wanted`, else the largest."""
+        return self.sizes[min(bisect_left(self.sizes, wanted), len(self.sizes) - 1)]
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """Take the drafts of a row of a committed step into account.

@@ -204,10 +204,40 @@ class TestPolicy:
         return found
 
     @pytest.mark.parametrize(
-        ("expected", "drafts"), [(0.3, 1), (0.6, 2), (1.6, 3), (2.2, 3), (4.0, 5), (5.6, 7), (7.0, 7)]
+        ("expected", "few", "many"),
+        [
+            (0.11, 1, 0),
+            (0.3, 2, 1),
+            (0.6, 2, 2),
+            (1.6, 5, 3),
+            (2.2, 5, 3),
+            (3.0, 7, 5),
+            (4.0, 7, 5),
+            (5.6, 7, 7),
+            (7, 7, 7),
+        ],
     )
-    def test_drafts_follow_the_right_ones(self, expected: float, drafts: int) -> None:
-        assert DraftPolicy(DRAFT_SIZES).choose(self.sequences(4, expected)) == drafts
+    def test_drafts_follow_the_right_ones(self, expected: float, few: int, many: int) -> None:
+        """If all are right, they grow to the largest number."""
+        assert DraftPolicy(DRAFT_SIZES).choose(self.sequences(4, expected)) == few
+        assert DraftPolicy(DRAFT_SIZES).choose(self.sequences(32, expected)) == many
+
+    @pytest.mark.parametrize("rows", [1, 32])
+    def test_drafts_that_are_all_right_become_as_many_as_possible(self, rows: int) -> None:
+        policy, sequences = DraftPolicy(DRAFT_SIZES), self.sequences(rows, 1.0)
+        for _ in range(40):
+            drafts = policy.choose(sequences)
+            for seq in sequences:
+                policy.observe(seq, drafts, drafts)
+        assert drafts == 7
+
+    def test_drafts_that_are_all_right_or_all_wrong_in_turn_stay_many(self) -> None:
+        policy, sequences = DraftPolicy(DRAFT_SIZES), self.sequences(1, 1.0)
+        chosen = []
+        for step in range(60):
+            chosen.append(policy.choose(sequences))
+            policy.observe(sequences[0], chosen[-1], chosen[-1] * (step % 2))
+        assert min(chosen[30:]) >= 5
 
     @pytest.mark.parametrize("rows", [1, 64, 65, 85, 86, 128, 129, 170, 171, 256, 257])
     @pytest.mark.parametrize("fixed", [None, 7])
@@ -220,6 +250,8 @@ class TestPolicy:
         policy, sequences = DraftPolicy(DRAFT_SIZES), self.sequences(2, 0.0)
         chosen = [policy.choose(sequences) for _ in range(2 * PROBE_INTERVAL)]
         assert [index for index, drafts in enumerate(chosen) if drafts] == [PROBE_INTERVAL - 1, 2 * PROBE_INTERVAL - 1]
+        policy, sequences = DraftPolicy(DRAFT_SIZES), self.sequences(100, 0.0)
+        assert [policy.choose(sequences) for _ in range(101)] == [*[0] * 99, 3, 0]
 
     def test_no_step_verifies_drafts_of_more_rows_than_graphs_hold(self) -> None:
         policy = DraftPolicy(DRAFT_SIZES, 3, row_counts=(1, 4))
@@ -245,7 +277,7 @@ class TestPolicy:
                 padded = next(size for size in graph_rows if size >= rows)
                 assert all((padded, drafts) in config.verify_shapes for drafts in chosen)
 
-    @pytest.mark.parametrize(("fixed", "expected"), [(3, 3), (None, 5)])
+    @pytest.mark.parametrize(("fixed", "expected"), [(3, 3), (None, 7)])
     def test_rows_without_drafts_leave_the_number_to_the_others(self, fixed: int | None, expected: int) -> None:
         """But they count as rows of the step, which has to gain enough."""
         policy = DraftPolicy(DRAFT_SIZES if fixed is None else (1, 2, 3), fixed)
@@ -255,7 +287,7 @@ class TestPolicy:
         assert policy.choose([*others[:3], *self.sequences(1, 4.0)]) == expected
         assert policy.choose(others) == 0
         if fixed is None:
-            assert policy.choose([*others, *self.sequences(1, 2.0)]) == 0
+            assert policy.choose([*others, *self.sequences(1, 1.0)]) == 0
 
     def test_no_step_has_more_positions_than_steps_may_have(self) -> None:
         policy = DraftPolicy(DRAFT_SIZES, max_positions=32)
