@@ -356,6 +356,23 @@ class EngineOptions(Struct, frozen=True):
     speculate_max_match: Annotated[
         int, EngineFlag("number of last tokens that are compared to find the best place to draft from", bounds=(1, 16))
     ] = 4
+    developer: Annotated[
+        Switch, EngineFlag("on allows the flags of benchmarks, which replace the model's output by another")
+    ] = "off"
+    synthetic_acceptance: Annotated[
+        float | None,
+        EngineFlag(
+            "benchmarks, with --developer on: share of drafts that are taken as right, whatever the model says",
+            bounds=(0, 1),
+        ),
+    ] = None
+    teacher_tokens: Annotated[
+        str | None,
+        EngineFlag(
+            "benchmarks, with --developer on: JSON file with a list of token ids, which every request generates",
+            metavar="FILE",
+        ),
+    ] = None
     load_format: Annotated[
         LoadFormat,
         EngineFlag(

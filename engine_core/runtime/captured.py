@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -103,6 +103,17 @@ class VerifyGraphs:
     """[rows * (1 + drafts), V], written by `forward`."""
     sampling: dict[Mode, Graph]
     """Sampling of these positions by mode, and acceptance of the drafts."""
+
+
+class Growth(NamedTuple):
+    """What some graphs took of a start."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    """Memory of the device."""
+
+
+NO_GROWTH = Growth()
 
 
 @dataclass(frozen=True, slots=True)

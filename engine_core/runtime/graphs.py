@@ -19,9 +19,11 @@ from tandem.engine_core.attention.base import GraphPromptPlanner, PromptStep
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.captured import (
+    NO_GROWTH,
     DecodeGraphs,
     Graph,
     GraphRecorder,
+    Growth,
     MixedBuffers,
     MixedGraph,
     SampleBuffers,
@@ -61,12 +63,14 @@ class StepGraphs:
         mixed: list[dict[GraphBucket, MixedGraph]],
         updates: list[Graph],
         verify: list[dict[tuple[int, int], VerifyGraphs]] | None = None,
+        verify_growth: Growth = NO_GROWTH,
     ) -> None:
         """Keep captured steps and the sizes of their buckets.
 
         rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured for each token count
         of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket; updates: per
-        slot, of the tables before a step of any size; verify: steps that verify drafts, per slot by rows and drafts.
+        slot, of the tables before a step of any size; verify: steps that verify drafts, per slot by rows and drafts;
+        verify_growth: what capturing these took.
         """
         self.rows = rows
         self.shapes = shapes
@@ -75,6 +79,7 @@ class StepGraphs:
         self.mixed = mixed
         self.updates = updates
         self.verify = verify or [{} for _ in decode]
+        self.verify_growth = verify_growth
         self._faster: Mapping[GraphBucket, GraphBucket] = {}
 
     def prefer(self, faster: Mapping[GraphBucket, GraphBucket]) -> None:

@@ -51,3 +51,6 @@ class Sampler(Protocol):
         to the token table, and the rows' new lengths. A row whose logits contain NaN or +inf, or -inf only, gets -1 in
         `batch.sampled` and 0 in the table, so that the next step can read an embedding there.
         """
+
+    def launch(self, mode: Mode, batch: SamplingBatch) -> None:
+        """Sample in a mode that supports the needs of all rows; those of the batch are not read."""

@@ -1,10 +1,12 @@
 """Sampling in plain torch, on any device."""
 
+from dataclasses import replace
+
 import torch
 
 from tandem.engine_core.kernels.reference.sampling import Bias, Draw, Penalties, SamplingRows, Truncation, sample
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES
+from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES, Mode
 
 
 class TorchSampler:
@@ -20,6 +22,11 @@ class TorchSampler:
         rows, positions = batch.rows.long(), batch.positions.long() + 1
         self.tables.tokens.index_put_((rows, positions), batch.sampled.clamp(min=0))
         self.tables.lengths.index_put_((rows,), torch.where(rows > 0, positions + 1, 1).int())
+
+    def launch(self, mode: Mode, batch: SamplingBatch) -> None:
+        everything = RANDOM | TRUNCATES | PENALIZES | BIASED | SUPPRESSES
+        needs = {Mode.GREEDY: 0, Mode.UNTRUNCATED: RANDOM}.get(mode, everything)
+        self.sample(replace(batch, needs=needs, longest=self.tables.tokens.shape[1]))
 
     def gather(self, batch: SamplingBatch) -> SamplingRows:
         """Gather the parameters of a batch; a group that no row needs is None."""

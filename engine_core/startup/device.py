@@ -5,6 +5,7 @@ The structure of an engine is the same on every device.
 
 import importlib.util
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,7 +22,14 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model
-from tandem.engine_core.runtime.captured import CudaGraphRecorder, GraphRecorder, MixedBuffers, MixedGraph
+from tandem.engine_core.runtime.captured import (
+    NO_GROWTH,
+    CudaGraphRecorder,
+    GraphRecorder,
+    Growth,
+    MixedBuffers,
+    MixedGraph,
+)
 from tandem.engine_core.runtime.device import Device, open_device, read_gpu_traits
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import (
@@ -268,11 +276,9 @@ class CudaParts:
     ) -> StepGraphs | None:
         """Implement `DeviceParts.graphs`."""
         from tandem.engine_core.runtime.cuda_forward import CudaForward
-        from tandem.engine_core.sampling.triton_sampler import TritonSampler
 
         if not config.graph_rows:
             return None
-        assert isinstance(sampler, TritonSampler)
         verified = [rows * (1 + drafts) for rows, drafts in config.verify_shapes]
 
         forward = CudaForward(model, kv, tables, tables.page_tables(kv), self.gpu, speculator)
@@ -297,11 +303,13 @@ class CudaParts:
                 lambda p: progress(50 + p // 2),
             )
             updates = capture_updates(recorder, slots, forward.update_tables)
-            verify = None
+            verify, growth = None, NO_GROWTH
             if speculator is not None:
+                began, free = time.monotonic(), self.device.free_bytes()
                 given = recorder, config.verify_shapes, slots, logits, forward.verify, launch, speculator.accept
                 verify = capture_verify(*given)
-        return StepGraphs(rows, shapes, decode, mixed, updates, verify)
+                growth = Growth(time.monotonic() - began, free - self.device.free_bytes())
+        return StepGraphs(rows, shapes, decode, mixed, updates, verify, growth)
 
     def _zeros(self, config: StepConfig, *shape: int) -> "Tensor":
         return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)

@@ -54,7 +54,8 @@ def measure_graph_bytes(device: Device, config: StepConfig, further: int, decode
     if not config.graph_rows:
         return 0
     held, each = _measure_slots(device, config, decode)
-    driver = each * config.depth * (len(config.graph_rows) + len(config.verify_shapes))
+    captured = 1 + len(decode_trial(config).verify_shapes)
+    driver = each * config.depth * (len(config.graph_rows) + len(config.verify_shapes)) // captured
     if config.graph_tokens:
         held, each_slot = _measure_slots(device, config, mixed)
         shapes = num_mixed_shapes(mixed_trial(config))

@@ -8,11 +8,12 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from msgspec import Struct
 
 from tandem.engine_core.config import EngineConfig, StepConfig
-from tandem.engine_core.errors import DeviceMemoryError, MemoryTooSmallError
+from tandem.engine_core.errors import ConfigError, DeviceMemoryError, MemoryTooSmallError
 from tandem.engine_core.kernels.delta_rule.state import ModelStates
 from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
@@ -21,6 +22,7 @@ from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model, open_checkpoint
 from tandem.engine_core.runtime.device import StepClock
+from tandem.engine_core.runtime.forced_sampler import ForcedSampler
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -210,6 +212,13 @@ def _build(
         taken / kv_sizing.GIB,
         memory.graphs / kv_sizing.GIB,
     )
+    if config.draft_sizes:
+        logger.info(
+            "steps that verify drafts: %d of these graphs in each slot, %.1f s and %.2f GiB of the start",
+            len(config.verify_shapes),
+            graphs.verify_growth.seconds,
+            graphs.verify_growth.bytes / kv_sizing.GIB,
+        )
     runtime = builder.build_runtime(kv, graphs)
     warm_up(runtime, config)
     return runtime, config
@@ -244,11 +253,14 @@ def _new_builder(
     ]
     most_samples = max(config.max_rows, config.max_verified)
     sampler, scorer = parts.sampler(tables, vocab_size, most_samples), parts.scorer(vocab_size, most_samples)
-    speculator = None
+    speculator, options = None, config.options
     if config.draft_sizes:
-        options = config.options
         rule = NgramRule(options.speculate_min_match, options.speculate_max_match, MAX_SCAN)
         speculator = parts.speculator(tables, rule)
+    if options.synthetic_acceptance is not None or options.teacher_tokens is not None:
+        sampler = forced = _forced(sampler, tables, config, vocab_size)
+        if speculator is not None:
+            speculator.kernels = forced.draft_always(speculator.kernels)
     log.mark("tables and slots")
     shape, layers = source.model.delta_rule, len(source.model.recurrent_layers)
     states = None
@@ -258,6 +270,26 @@ def _new_builder(
         logger.info("recurrent state: %s for %d rows", pool_text.size_text(size), config.max_rows)
         log.mark("recurrent state")
     return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, states, speculator)
+
+
+def _forced(sampler: Sampler, tables: DeviceTables, config: StepConfig, vocab_size: int) -> ForcedSampler:
+    """Return a sampler for benchmarks, which replaces the tokens of another.
+
+    Raises ConfigError for a text that is no list of token ids.
+    """
+    path, tokens = config.options.teacher_tokens, list[int]()
+    if path is not None:
+        try:
+            tokens = msgspec.json.decode(Path(path).read_bytes(), type=list[int])
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"--teacher-tokens {path}: {error}; it must be a JSON list of token ids") from None
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise ConfigError(f"--teacher-tokens {path}: the model's token ids are 0 to {vocab_size - 1}")
+    device = tables.tokens.device
+    text = torch.full((config.max_len,), -1, dtype=torch.int32)
+    text[: len(tokens)] = torch.tensor(tokens[: config.max_len], dtype=torch.int32)
+    acceptance = torch.tensor(config.options.synthetic_acceptance or 0.0, dtype=torch.float32)
+    return ForcedSampler(sampler, tables.sampling, text.to(device), acceptance.to(device))
 
 
 def _load_model(options: EngineOptions, source: ModelSource, context: BuildContext, status: Status) -> Model:

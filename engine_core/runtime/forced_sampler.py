@@ -1,0 +1,89 @@
+"""Sampling for benchmarks: a given text, or drafts that are right with a given probability.
+
+With random weights no draft is ever right, but a step takes as long as with others. So a benchmark chooses the tokens:
+those of a text (teacher forcing), or as many right drafts as some drafter has.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS, SamplingBatch, SamplingTables
+from tandem.engine_core.kernels.speculation.reference import NgramRule
+from tandem.engine_core.runtime.speculation import VerifyKernels
+from tandem.engine_core.sampling.sampler import Mode, Sampler
+
+PROMPT_LEN, TOTAL_LEN, MAX_DRAFTS = (INT_COLUMNS.index(name) for name in ("prompt_len", "total_len", "max_drafts"))
+
+
+class ForcedSampler:
+    """Implement `Sampler` with another sampler, whose tokens it replaces.
+
+    Both tensors may be changed while the engine runs; CUDA graphs read them.
+    """
+
+    def __init__(self, sampler: Sampler, tables: SamplingTables, text: Tensor, acceptance: Tensor) -> None:
+        """Keep a sampler and what replaces its tokens.
+
+        text: [N] int32, the tokens that every row generates, -1 for those that are sampled; acceptance: [] float32,
+        probability that a draft is right; 0: it is right if it equals the token.
+        """
+        self.sampler = sampler
+        self.tables = tables
+        self.text = text
+        self.acceptance = acceptance
+
+    def sample(self, batch: SamplingBatch) -> None:
+        self.sampler.sample(batch)
+        self._force(batch)
+
+    def launch(self, mode: Mode, batch: SamplingBatch) -> None:
+        self.sampler.launch(mode, batch)
+        self._force(batch)
+
+    def _force(self, batch: SamplingBatch) -> None:
+        tables, rows, positions = self.tables, batch.rows.long(), batch.positions.long() + 1
+        index = positions - tables.ints[rows, PROMPT_LEN]
+        inside = (index >= 0) & (index < len(self.text))
+        text = torch.where(inside, self.text[index.clamp(0, len(self.text) - 1)], -1)
+        sampled = torch.where(text >= 0, text, batch.sampled)
+        if batch.publish:
+            tables.tokens.index_put_((rows, positions), sampled.clamp(min=0))
+        else:
+            drafts = tables.tokens[rows, positions.clamp(max=tables.tokens.shape[1] - 1)]
+            is_right = (drafts >= 0) & (_coins(rows, positions) < self.acceptance)
+            sampled = torch.where(is_right, drafts, sampled)
+        batch.sampled.copy_(sampled)
+
+    def draft_always(self, kernels: VerifyKernels) -> VerifyKernels:
+        """Return kernels that draft some token wherever they find no draft, while `acceptance` is not 0."""
+        return kernels._replace(propose_ngrams=partial(self._propose, kernels))
+
+    def _propose(
+        self,
+        kernels: VerifyKernels,
+        tables: SamplingTables,
+        predictions: Tensor,
+        rows: Tensor,
+        drafts: int,
+        sources: Tensor,
+        rule: NgramRule,
+    ) -> None:
+        kernels.propose_ngrams(tables, predictions, rows, drafts, sources, rule)
+        row, count = rows.long().unsqueeze(1), torch.arange(drafts, device=rows.device)
+        length, ints = tables.lengths[row].long(), tables.ints
+        position = length + count
+        is_wanted = (row > 0) & (count < ints[row, MAX_DRAFTS]) & (position < ints[row, TOTAL_LEN] - 1)
+        at = row, position.clamp(max=tables.tokens.shape[1] - 1)
+        known, newest = tables.tokens[at], tables.tokens[row, length - 1]
+        is_missing = is_wanted & (known < 0) & (self.acceptance > 0)
+        tables.tokens.index_put_(at, torch.where(is_missing, newest, known))
+
+
+def _coins(rows: Tensor, positions: Tensor) -> Tensor:
+    """Return a pseudorandom number in [0, 1) for each row and position, float32."""
+    bits = (rows * 0x9E3779B1 + positions * 0x85EBCA77) & 0xFFFFFFFF
+    bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
+    bits = (bits ^ (bits >> 12)) * 0x297A2D39 & 0xFFFFFFFF
+    return ((bits ^ (bits >> 15)) & 0xFFFFFF).float() / 2**24
