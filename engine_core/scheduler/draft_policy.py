@@ -1,7 +1,7 @@
-"""Number of drafts that the rows of a step verify.
+"""Choice of the number of drafts that a step verifies.
 
-It is one number for all rows of a step, one of those that graphs are captured for. It is chosen from committed counts,
-which are one step old.
+All rows of a step verify the same number, one for which graphs are captured. It is chosen from committed counts, which
+lag one step behind.
 """
 
 from bisect import bisect_left, bisect_right
@@ -11,20 +11,20 @@ from tandem.engine_core.graph_sizes import MAX_VERIFY_POSITIONS
 from tandem.engine_core.sequence import Sequence
 
 WEIGHT = 0.25
-"""Weight of a step in the moving average of a sequence's right drafts."""
+"""Weight of the newest step in the moving average of a sequence's accepted drafts."""
 MIN_EXPECTED, ROWS_PER_EXPECTED = 0.1, 400
-"""Right drafts that a row must have in a step on average: the first, and one more for that many rows. A step with one
-draft per row takes about as much longer."""
+"""A step verifies drafts if rows have at least MIN_EXPECTED + rows / ROWS_PER_EXPECTED accepted drafts on average: with
+one draft per row it takes longer by about this fraction."""
 FEW_ROWS = 8
-"""Rows up to which a step verifies twice as many drafts as are right on average: they take little time, and most texts
-have either all of their drafts right or none."""
+"""Maximum number of rows with which a step verifies twice the average number of accepted drafts: they take little time,
+and for most texts either all drafts are accepted or none."""
 PROBE_INTERVAL, PROBE_DRAFTS = 16, 3
-"""Steps without drafts after which one verifies some, to notice when a text begins to repeat, and how many. With more
-rows, which take longer to verify, it is as many steps as rows."""
+"""Number of steps without drafts after which a step tries some, since a text may begin to repeat, and their number. The
+interval is the number of rows if that is larger, since more rows take longer to verify."""
 
 
 class DraftPolicy:
-    """Choose the numbers of drafts of steps."""
+    """Choose the number of drafts of each step."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class DraftPolicy:
         row_counts: Items[int] = (),
         max_positions: int = MAX_VERIFY_POSITIONS,
     ) -> None:
-        """Keep the numbers to choose from.
+        """Store the numbers to choose from.
 
         sizes: ascending; empty: no step verifies drafts; fixed: number of drafts of every step, as far as a step has
-        room for them; None: it follows the right drafts of the rows; row_counts: ascending, those that graphs hold:
-        a step is padded to one of them, and verifies no drafts with more rows; empty: any number, without padding;
-        max_positions: of a step that verifies drafts, padding included.
+        room for them; None: adapted to the accepted drafts; row_counts: row counts of the captured graphs, ascending: a
+        step is padded to one of them, and verifies no drafts if it has more rows; empty: any number, without padding;
+        max_positions: maximum number of positions of a step that verifies drafts, padding included.
         """
         self.sizes = tuple(sizes)
         self.fixed = fixed
@@ -55,8 +55,8 @@ class DraftPolicy:
     def choose(self, sequences: Items[Sequence]) -> int:
         """Return the number of drafts of the next step of these sequences.
 
-        It grows beyond the average of right drafts, so that more of them can be noticed. Sequences without drafts count
-        as rows that get nothing from the step.
+        It exceeds the average number of accepted drafts, so that it can grow. Sequences without drafts count as rows
+        without accepted drafts.
         """
         drafting = [seq.drafts.expected for seq in sequences if seq.drafts.max_drafts]
         if not drafting:
@@ -76,7 +76,7 @@ class DraftPolicy:
         return chosen
 
     def _padded(self, rows: int) -> int:
-        """Return the number of rows of a step, padding included; more than any step has if no graph holds them."""
+        """Return the padded number of rows of a step; more than `max_positions` if no graph is large enough."""
         if not self.row_counts:
             return rows
         index = bisect_left(self.row_counts, rows)
@@ -92,9 +92,9 @@ class DraftPolicy:
         return self.sizes[min(bisect_left(self.sizes, wanted), len(self.sizes) - 1)]
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        """Take the drafts of a row of a committed step into account.
+        """Update the statistics of a sequence with a row of a committed step.
 
-        accepted: number of them that were right.
+        drafted, accepted: numbers of drafts that were verified, and that were accepted.
         """
         stats = seq.drafts
         stats.drafted += drafted
