@@ -143,8 +143,9 @@ class DeviceTables:
         lengths = ints[:, INT_COLUMNS.index("prediction_len")].tolist()
         tokens, start = field(inputs, packed, "predictions"), 0
         for row, length in zip(ints[:, 0].tolist(), lengths, strict=True):
-            self.predictions[row, :length].copy_(tokens[start : start + length])
-            start += length
+            if length:
+                self.predictions[row, :length].copy_(tokens[start : start + length])
+                start += length
 
     def sampling_batch(
         self, logits: Tensor, inputs: Tensor, packed: Packed, allowed: Tensor | None, sampled: Tensor
