@@ -46,6 +46,10 @@ class ModelShape(Struct, frozen=True):
     """Bytes of its weights in the engine's dtype, about."""
     row_bytes: int = 0
     """Bytes of the state of one row in its recurrent layers; 0: it has none."""
+    state_interval: int = 0
+    """Positions from one state of these layers that can be copied to the next."""
+    chunk_grid: int = 0
+    """Multiples of this at which their kernels cut prompts."""
 
 
 class StepConfig(Struct, frozen=True, kw_only=True):
@@ -64,6 +68,8 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     prefill_chunk: int
     """Largest number of positions of one prompt in a step with decoding rows; 0: prompts are computed whole."""
+    chunk_grid: int = 0
+    """Chunks of prompts end at multiples of this, if they reach one; 0: anywhere."""
     page_size: int
     max_waiting: int
     kv_windows: tuple[int | None, ...] = (None,)
@@ -150,6 +156,8 @@ class EngineConfig(StepConfig, frozen=True, kw_only=True):
 
     pages: int
     """Number of pages of the pool, including the reserved page 0."""
+    state_slots: int = 0
+    """Number of checkpoints of recurrent states that the prefix cache can hold."""
 
     @property
     def kv_tokens(self) -> int:
@@ -233,9 +241,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, 
     max_len = _max_len(options, model, problems)
     max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else _cuda_rows(options, model, max_len, gpu_bytes))
     with problems.caught():
-        _check_switches(options)
-    with problems.caught():
-        _check_recurrent(options, model)
+        _check_switches(options, model)
     step_tokens, chunk = CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, 0
     with problems.caught():
         step_tokens, chunk = _step_size(options, step_tokens, max_rows, max_len)
@@ -244,7 +250,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, 
         page_size = _page_size(options.page_size, max_len)
     graph_rows, graph_tokens = _graphs(options, cpu, max_rows, step_tokens, max_rows * max_len, problems)
     problems.check()
-    prefix_cache = _prefix_cache(options) and not model.row_bytes
+    prefix_cache = _prefix_cache(options, model)
     return StepConfig(
         model_name=options.served_model_name or model.name,
         device=device,
@@ -254,6 +260,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, 
         max_len=max_len,
         max_step_tokens=step_tokens,
         prefill_chunk=chunk,
+        chunk_grid=model.chunk_grid if chunk else 0,
         page_size=page_size,
         max_waiting=options.max_waiting or options.max_concurrent,
         max_prefill_chunks_per_step=options.max_prefill_chunks_per_step or 0,
@@ -319,12 +326,12 @@ def _whole_prompts(options: EngineOptions) -> bool:
     return options.prefill_chunk == "off" or (options.prefill_chunk is None and options.batching == "static")
 
 
-def _check_switches(options: EngineOptions) -> None:
+def _check_switches(options: EngineOptions, model: ModelShape) -> None:
     """Raise ConfigError for switches that exclude each other, naming both."""
     static = options.batching == "static"
     chunked = options.prefill_chunk not in (None, "off")
     cached = options.prefix_cache == "on"
-    uncached = not _prefix_cache(options)
+    uncached, interval = not _prefix_cache(options, model), model.state_interval
     ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
     found = [f"{one} and {other} exclude each other: {why}" for wrong, one, other, why in (
         (static and options.policy != "fcfs", "--batching static", f"--policy {options.policy}",
@@ -338,6 +345,8 @@ def _check_switches(options: EngineOptions) -> None:
          "a batch's sequences cannot wait for each other's pages; use --prefix-cache off"),
         (options.page_size == "max" and cached, "--page-size max", "--prefix-cache on",
          "sequences share whole pages, and this page is a whole sequence's; use --prefix-cache off"),
+        (_skips_states(options.page_size, model) and cached, f"--page-size {options.page_size}", "--prefix-cache on",
+         f"this model's recurrent layers can be continued every {interval} positions; use a page size up to that"),
         (uncached and bool(options.max_sessions), uncached_by(options), f"--max-sessions {options.max_sessions}",
          "sessions keep their KV in the prefix cache; use --max-sessions 0"),
         (uncached and bool(ttl), uncached_by(options), ttl,
@@ -360,23 +369,6 @@ def _check_switches(options: EngineOptions) -> None:
          "there are no drafts; use --speculate ngram"),
     ) if wrong]  # fmt: skip
     if found:
-        raise ConfigError(*found)
-
-
-def _check_recurrent(options: EngineOptions, model: ModelShape) -> None:
-    """Raise ConfigError for flags that need the prefix cache, which a model with recurrent layers does not have: cached
-    pages would skip the tokens that its state has to see.
-    """
-    if not model.row_bytes:
-        return
-    ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
-    sessions = "sessions need the prefix cache, which models with recurrent layers do not have"
-    given = (
-        (options.prefix_cache == "on", "--prefix-cache on", "models with recurrent layers have no prefix cache"),
-        (bool(options.max_sessions), f"--max-sessions {options.max_sessions}", sessions),
-        (bool(ttl), ttl, sessions),
-    )
-    if found := [f"{flag}: {why}; leave out {flag.partition(' ')[0]}" for is_given, flag, why in given if is_given]:
         raise ConfigError(*found)
 
 
@@ -429,17 +421,23 @@ def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) 
     return step_tokens, chunk or step_tokens
 
 
-def _prefix_cache(options: EngineOptions) -> bool:
+def _prefix_cache(options: EngineOptions, model: ModelShape) -> bool:
     if options.prefix_cache is None:
-        return options.page_size != "max" and options.batching != "static"
+        size = options.page_size
+        return size != "max" and options.batching != "static" and not _skips_states(size, model)
     return options.prefix_cache == "on"
+
+
+def _skips_states(page_size: PageSize | None, model: ModelShape) -> bool:
+    """Return whether pages end at positions at which the state of recurrent layers cannot be copied."""
+    return model.state_interval > 0 and isinstance(page_size, int) and page_size > model.state_interval
 
 
 def uncached_by(options: EngineOptions) -> str:
     """Name the switch that turns the prefix cache off."""
     if options.prefix_cache == "off":
         return "--prefix-cache off"
-    return "--batching static" if options.batching == "static" else "--page-size max"
+    return "--batching static" if options.batching == "static" else f"--page-size {options.page_size}"
 
 
 def _max_sessions(options: EngineOptions, prefix_cache: bool) -> int:

@@ -127,6 +127,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         """Return the bytes of one row's state in all layers. itemsize: of the model's dtype."""
         return 0 if self.delta_rule is None else len(self.recurrent_layers) * self.delta_rule.row_bytes(itemsize)
 
+    def checkpoint_bytes(self, itemsize: int) -> int:
+        """Return the bytes of one checkpoint of the state of all layers. itemsize: of the model's dtype."""
+        return 0 if self.delta_rule is None else len(self.recurrent_layers) * self.delta_rule.checkpoint_bytes(itemsize)
+
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of all weights, about.
 

@@ -71,6 +71,15 @@ class NewSequence(Struct, frozen=True):
     """Token ids of the text that the request predicts, packed as int32."""
 
 
+class StateCopy(Struct, frozen=True, gc=False):
+    """A copy between the state of a row in all recurrent layers and a slot for checkpoints."""
+
+    row: int
+    slot: int
+    position: int
+    """Number of tokens that the copy covers."""
+
+
 class StepPlan(Struct, frozen=True):
     """One step, with at most one row for each sequence.
 
@@ -97,6 +106,10 @@ class StepPlan(Struct, frozen=True):
     a row gets between one token and 1 + num_drafts."""
     max_lead: int = 0
     """Maximum number of tokens that a row may have on the device beyond the host's count (I9)."""
+    saves: tuple[StateCopy, ...] = ()
+    """States to copy from rows to slots before all else: as the steps launched before have left them."""
+    loads: tuple[StateCopy, ...] = ()
+    """States to copy from slots to rows after that: these rows continue there."""
 
     @property
     def is_decode_only(self) -> bool:

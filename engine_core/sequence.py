@@ -17,6 +17,8 @@ class CacheState:
 
     __slots__ = (
         "awaited_key",
+        "awaited_state",
+        "cuts",
         "depth",
         "matched",
         "matched_epoch",
@@ -24,7 +26,9 @@ class CacheState:
         "nodes",
         "num_cached_tokens",
         "pending_key",
+        "restart",
         "start",
+        "states_epoch",
     )
 
     namespace: bytes
@@ -45,6 +49,14 @@ class CacheState:
     """Key of the page that the sequence waited for in the queue; empty: none."""
     num_cached_tokens: int
     """Number of prompt tokens that were not computed, because their KV was cached."""
+    cuts: list[int]
+    """Ends of chunks at which a checkpoint of the recurrent state is to be saved, ascending; not the prompt's end."""
+    restart: int
+    """Position at which a preempted sequence can continue from its own checkpoint; 0: at none."""
+    awaited_state: tuple[int, int]
+    """Id of a running sequence, and position of its checkpoint, that the sequence waits for in the queue."""
+    states_epoch: int
+    """`StateCache.epoch` when a running prompt looked for a checkpoint last."""
 
     def __init__(self, namespace: bytes) -> None:
         self.namespace = namespace
@@ -52,6 +64,7 @@ class CacheState:
         self.start = self.depth = 0
         self.pending_key = self.awaited_key = b""
         self.num_cached_tokens = 0
+        self.cuts, self.restart, self.awaited_state, self.states_epoch = [], 0, (-1, 0), -1
 
 
 class DeviceState:

@@ -228,8 +228,8 @@ class EngineOptions(Struct, frozen=True):
     prefix_cache: Annotated[
         Switch | None,
         EngineFlag(
-            "share the KV of equal prompt prefixes (default: on; off for models with recurrent layers, with --page-size"
-            " max or --batching static)",
+            "share the KV of equal prompt prefixes (default: on; off with --page-size max or --batching static, and for"
+            " models with recurrent layers with pages above 16 positions)",
             is_everyday=True,
         ),
     ] = None

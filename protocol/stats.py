@@ -204,3 +204,13 @@ class EngineStats(Struct, array_like=True):
             "tandem_spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their index in the draft.", "position"
         ),
     ] = field(default_factory=dict)
+    state_slots: Annotated[
+        int,
+        _gauge("tandem_state_checkpoints_capacity", "Checkpoints of recurrent states that the prefix cache can hold."),
+    ] = 0
+    state_slots_used: Annotated[
+        int, _gauge("tandem_state_checkpoints", "Checkpoints of recurrent states in the prefix cache.")
+    ] = 0
+    states_evicted: Annotated[
+        int, _counter("tandem_state_checkpoints_evicted", "Checkpoints of recurrent states given up for others.")
+    ] = 0

@@ -31,7 +31,10 @@ L1 = {
 }
 L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler"} | {
     f"tandem.engine_core.kv_cache.{name}"
-    for name in ("manager", "audit", "page_classes", "pages", "radix", "eviction", "pending_pages", "sessions")
+    for name in (
+        *("manager", "audit", "page_classes", "pages", "radix", "eviction", "pending_pages", "sessions"),
+        *("state_slots", "states"),
+    )
 }
 L3_NAMES = (
     "kernels",

@@ -25,6 +25,7 @@ from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.pending_pages import PendingPages
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.kv_cache.sessions import Session, Sessions
+from tandem.engine_core.kv_cache.states import StateCache
 from tandem.engine_core.page_counts import held_pages
 from tandem.engine_core.plan import PADDING_PAGE, ScheduledSequence
 from tandem.engine_core.sequence import Sequence
@@ -67,14 +68,17 @@ class KVManager:
         sessions: Sessions | None = None,
         windows: tuple[int | None, ...] = (None,),
         max_lead: int = 0,
+        states: StateCache | None = None,
     ) -> None:
         """Start with an unused pool.
 
         windows: window of each KV group; None: its layers attend to all positions; max_lead: positions beyond the
-        host's count that a row of steady decode may compute (I9).
+        host's count that a row of steady decode may compute (I9); states: checkpoints of recurrent layers, None if the
+        model has none, or the prefix cache is off.
         """
         self.pages = pages
         self.tree = tree
+        self.states = states
         self.sessions = Sessions(tree, 0, 0.0) if sessions is None else sessions
         self.pending = PendingPages()
         """Pages that running sequences compute next."""
@@ -95,6 +99,7 @@ class KVManager:
         """Number, class and length of the tail of each class with a window."""
         if tree is not None:
             assert tuple([pages.kind for pages in tree.classes]) == self._classes, f"other classes than {windows}"
+        assert states is None or not self._tails, "checkpoints with windows are not supported"
 
     @property
     def has_windows(self) -> bool:
@@ -159,9 +164,11 @@ class KVManager:
         """Look for the cached prefix of a waiting sequence.
 
         Return whether the sequence should wait for the next page of its prefix: it should if a running sequence of at
-        least its priority is computing that page.
+        least its priority is computing that page. With recurrent layers it should wait for a checkpoint instead.
         """
         tree, cache = self.tree, seq.cache
+        if self.states is not None:
+            return self._waits_for_state(seq, self.states)
         if tree is None or not self.pending or seq.needs_prompt_logprobs:
             return False
         if cache.awaited_key not in self.pending or not tree.is_current(cache.matched, cache.matched_epoch):
@@ -171,6 +178,22 @@ class KVManager:
                 return False
             cache.awaited_key = tree.key(cache.namespace, seq.tokens, depth, path[depth - 1] if depth else ROOT)
         return self.pending.blocks(seq)
+
+    def _waits_for_state(self, seq: Sequence, states: StateCache) -> bool:
+        """Return whether a waiting sequence could begin later in its prompt with a checkpoint that is expected."""
+        if seq.needs_prompt_logprobs:
+            return False
+        if states.blocks(seq):
+            return True
+        position = states.find_awaited(seq, self._max_cached_pages(seq) * self._page_size)
+        if position and states.start(seq, self._walk(seq)) * self._page_size >= position:
+            seq.cache.awaited_state = (-1, 0)
+            return False
+        return position > 0
+
+    def follows(self, seq: Sequence) -> bool:
+        """Return whether a waiting sequence waits for what a running one computes, as found last."""
+        return self.pending.blocks(seq) if self.states is None else self.states.blocks(seq)
 
     def admit(self, seq: Sequence, chunk: int, keep: int, *, whole: bool = False, alone: bool = False) -> bool:
         """Give a waiting sequence its first pages.
@@ -183,7 +206,7 @@ class KVManager:
         """
         tree, size, known = self.tree, self._page_size, len(seq.tokens)
         path = self._walk(seq)
-        depth = len(path) if tree is None else tree.reach(path)
+        depth = self._start(seq, path)
         nodes, firsts = path[:depth], self._tail_starts(depth)
         start = depth * size
         end = min(start + chunk, known) if chunk and not (whole and not self._tails) else known
@@ -203,6 +226,8 @@ class KVManager:
                 for group in kind.groups:
                     own[group][:0] = [PADDING_PAGE] * first + tree.pages(nodes[first:], group)
         seq.pages, seq.first_pages, seq.num_scheduled_tokens = tuple(own), firsts, start
+        if self.states is not None:
+            self.states.on_admit(seq, path, depth)
         cache = seq.cache
         cache.nodes, cache.start, cache.depth = nodes, _last(nodes), 0
         if not self._tails:
@@ -217,16 +242,28 @@ class KVManager:
         self._register_pending(seq)
         return True
 
+    def _start(self, seq: Sequence, path: list[int]) -> int:
+        """Return the number of nodes after which a sequence can begin, on the path of its cached pages."""
+        if self.states is not None:
+            return self.states.start(seq, path)
+        return len(path) if self.tree is None else self.tree.reach(path)
+
     def rematch(self, seq: Sequence) -> None:
         """Look again for cached pages of a running prompt, from its first own page on.
 
-        Another sequence may have computed them since the prompt was admitted.
+        Another sequence may have computed them since the prompt was admitted. With recurrent layers it must have saved
+        a checkpoint as well.
         """
-        tree, cache = self.tree, seq.cache
-        if tree is None or seq.needs_prompt_logprobs:
+        tree, cache, states = self.tree, seq.cache, self.states
+        if tree is None or seq.needs_prompt_logprobs or (states is not None and cache.states_epoch == states.epoch):
             return
         shared = len(cache.nodes)
-        if self._tails:
+        if states is not None:
+            cache.states_epoch = states.epoch
+            limit = self._max_cached_pages(seq)
+            found = tree.walk(cache.namespace, seq.tokens, limit, shared, _last(cache.nodes))
+            found = found[: states.reach(found)]
+        elif self._tails:
             path = self._walk(seq)
             found = path[shared : tree.reach(path, shared)]
         else:
@@ -240,6 +277,8 @@ class KVManager:
             self._count_hit(seq, depth * self._page_size - seq.num_scheduled_tokens)
         seq.remap(shared)
         seq.num_scheduled_tokens = depth * self._page_size
+        if states is not None:
+            states.on_rematch(seq, found[-1], seq.num_scheduled_tokens)
         self._register_pending(seq)
 
     def _read(self, seq: Sequence, found: list[int]) -> None:
@@ -328,6 +367,8 @@ class KVManager:
             self._register_pending(seq)
             if row.start < seq.prompt_len <= row.end:
                 self._mark_prompt(seq)
+            if self.states is not None:
+                self.states.on_computed(seq, row)
         self._give_up_passed(seq)
 
     def end_turn(self, seq: Sequence, now: float) -> None:
@@ -350,6 +391,8 @@ class KVManager:
         own: list[int] = []
         if self.tree is not None:
             own = self._publish(seq) if not seq.is_broken else []
+            if self.states is not None:
+                self.states.on_release(seq)
             self.pending.remove(seq)
             if not seq.is_broken:
                 self._mark(seq.cache.nodes)
@@ -364,6 +407,11 @@ class KVManager:
         self.epoch += 1
         seq.pages, seq.first_pages, seq.cache.nodes = (), [], []
         seq.device.num_mapped_pages = seq.num_scheduled_tokens = seq.device.uploaded_len = 0
+
+    def forget(self, seq: Sequence) -> None:
+        """Free what a sequence without pages has kept to be continued."""
+        if self.states is not None:
+            self.states.drop_restart(seq)
 
     def num_released(self, seq: Sequence, leaving: Mapping[tuple[int, int], int]) -> int:
         """Return the number of pages that become unused when a sequence leaves.
@@ -586,20 +634,22 @@ class KVManager:
         """Register the page that a sequence computes next, if all its tokens are known."""
         self.pending.remove(seq)
         index = len(seq.cache.nodes)
-        if self.tree is not None and (index + 1) * self._page_size <= len(seq.tokens):
+        if self.tree is not None and self.states is None and (index + 1) * self._page_size <= len(seq.tokens):
             key = self.tree.key(seq.cache.namespace, seq.tokens, index, _last(seq.cache.nodes))
             self.pending.register(seq, key)
 
-    def audit(self, held: Iterable[Sequence]) -> list[str]:
-        """Return the inconsistencies of nodes and pages, one line each.
+    def audit(self, held: Iterable[Sequence], waiting: Iterable[Sequence] = ()) -> list[str]:
+        """Return the inconsistencies of nodes, pages and checkpoints, one line each.
 
-        The list is empty if there are none. held: every sequence that holds pages.
+        The list is empty if there are none. held: every sequence that holds pages; waiting: every one in the queue.
         """
         sequences = list(held)
         problems = [*audit_owners(self.pages, self.tree, sequences), *audit_readers(self.tree, sequences)]
         num_registered = sum([bool(seq.cache.pending_key) for seq in sequences])
         if num_registered != len(self.pending):
             problems.append(f"{len(self.pending)} pages are pending, sequences have registered {num_registered}")
+        if self.states is not None:
+            problems += self.states.audit(sequences, waiting)
         return problems
 
 

@@ -8,7 +8,7 @@ is found with one look-up, and the garbage collector has nothing to walk.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tandem.engine_core.kv_cache.eviction import EvictionQueue
 from tandem.engine_core.kv_cache.page_classes import ABSENT, ClassPages, PageClass, PageCounts
@@ -54,6 +54,8 @@ class RadixTree:
         """Number of pages given up since the start."""
         self.epoch = 0
         """Incremented whenever a node leaves the tree or loses a page that matches need on their whole path."""
+        self.on_lost: Callable[[int], None] | None = None
+        """Function that is called with each node that leaves the tree or loses such a page."""
         self._path, self._tails = self.classes[0], self.classes[1:]
         assert self._path.kind.tail is None and all(tail.kind.tail is not None for tail in self._tails)
         self._locks, self._pins = self._path.locks, self._path.pins
@@ -231,6 +233,8 @@ class RadixTree:
         self.num_evicted += len(pages)
         if not kind:
             self.epoch = self._dropped_at = self.epoch + 1
+            if self.on_lost is not None:
+                self.on_lost(node)
         return pages
 
     def lock(self, nodes: Sequence[int], firsts: Sequence[int] = (0,)) -> None:
@@ -405,6 +409,9 @@ class RadixTree:
             keys[node] = None
             self._num_children[self._parent[node]] -= 1
             self.epoch = removed_at[node] = self.epoch + 1
+        if self.on_lost is not None:
+            for node in nodes:
+                self.on_lost(node)
         self._free_ids += nodes
         return self._parent[nodes[-1]]
 

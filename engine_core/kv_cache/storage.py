@@ -9,6 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from tandem.engine_core.kernels.delta_rule.checkpoints import Checkpoints
 from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.groups import KVGroup
@@ -93,25 +94,33 @@ class KVStorage:
         keys: tuple[Tensor, ...],
         values: tuple[Tensor, ...],
         recurrent: tuple[DeltaRuleState, ...] = (),
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         """Keep the pool and its views.
 
         pool: [pages, *layout.page_shape]; keys, values: one view of it for each layer with attention, [slots, kv_heads,
-        head_dim], contiguous, from the layer's first slot to its last; recurrent: the state of each recurrent layer.
+        head_dim], contiguous, from the layer's first slot to its last; recurrent: the state of each recurrent layer;
+        checkpoints: slots for copies of that state, None if there are none.
         """
         self.layout = layout
         self.pool = pool
         self.keys = keys
         self.values = values
         self.recurrent = recurrent
+        self.checkpoints = checkpoints
 
     @classmethod
     def allocate(
-        cls, layout: KVLayout, pages: int, device: torch.device | str, recurrent: tuple[DeltaRuleState, ...] = ()
+        cls,
+        layout: KVLayout,
+        pages: int,
+        device: torch.device | str,
+        recurrent: tuple[DeltaRuleState, ...] = (),
+        checkpoints: Checkpoints | None = None,
     ) -> "KVStorage":
         """Allocate `pages` pages, page 0 included.
 
-        recurrent: as in `__init__`; its rows are those of the page table.
+        recurrent, checkpoints: as in `__init__`; the rows are those of the page table.
 
         Raises ValueError for groups whose pages would differ in shape.
         """
@@ -129,7 +138,7 @@ class KVStorage:
         index = {layer: index for group in layout.groups for index, layer in enumerate(group.layers)}
         order = [index[layer] for layer in sorted(index)]
         keys, values = (tuple(views[2 * i + part] for i in order) for part in range(2))
-        return cls(layout, pool, keys, values, recurrent)
+        return cls(layout, pool, keys, values, recurrent, checkpoints)
 
     @property
     def pages(self) -> int:

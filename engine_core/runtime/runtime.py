@@ -146,6 +146,9 @@ class TorchRuntime:
                 s.uploaded.record()
             s.uploaded.wait()
             self.tables.apply(inputs, packed, self.graphs.updates[slot] if self.graphs is not None else None)
+            assert s.plan is not None
+            if s.plan.saves or s.plan.loads:
+                self._copy_states(s.plan)
             if bucket is None:
                 assert s.plan is not None
                 batch = self._verify_batch(s, inputs) if s.plan.num_drafts else self._batch(s, inputs)
@@ -161,6 +164,15 @@ class TorchRuntime:
             s.logits = None
             return False
         return True
+
+    def _copy_states(self, plan: StepPlan) -> None:
+        """Enqueue the copies of recurrent states: after all steps before, in front of the forward pass."""
+        checkpoints = self.kv.checkpoints
+        assert checkpoints is not None, f"step {plan.step_id} copies states"
+        for save in plan.saves:
+            checkpoints.save(save.row, save.slot, save.position)
+        for load in plan.loads:
+            checkpoints.load(load.slot, load.row, load.position)
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         s = self.slots[slot]

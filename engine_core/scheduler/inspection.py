@@ -35,9 +35,7 @@ def inspect(
     sequences = [_sequence(memory, seq, _state(seq), now) for seq in running]
     sequences += [_sequence(memory, seq, "leaving" if seq.outcome is None else "zombie", now) for seq in others]
     for seq in waiting[:MAX_LISTED]:
-        state: SequenceState = (
-            "compiling" if seq.compiling else "following" if memory.pending.blocks(seq) else "waiting"
-        )
+        state: SequenceState = "compiling" if seq.compiling else "following" if memory.follows(seq) else "waiting"
         sequences.append(_sequence(memory, seq, state, now, now - seq.queued_at))
     return Inspection(
         call,
@@ -62,6 +60,9 @@ def copy_gauges(scheduler: Scheduler, stats: EngineStats, now: float) -> None:
     stats.queued_prompt_tokens = scheduler.queued.num_tokens
     stats.waiting = len(scheduler.waiting) + len(scheduler.compiling)
     stats.pages_used, stats.pages_cached, stats.pages_evicted = usage.in_use, usage.cached, usage.num_evicted
+    if memory.states is not None:
+        slots = memory.states.slots
+        stats.state_slots, stats.state_slots_used, stats.states_evicted = slots.total, slots.used, slots.num_evicted
     stats.prefix_queries, stats.prefix_hits = memory.num_queried_tokens, memory.num_hit_tokens
     stats.preemptions = scheduler.preemptions
     stats.sessions, stats.sessions_evicted = len(memory.sessions), memory.sessions.num_evicted

@@ -52,6 +52,8 @@ class SchedulerLimits(Struct, frozen=True):
     """True for static batching: a batch runs to its end before the next is admitted."""
     max_itl: float | None = None
     """Maximum milliseconds of a step with decode rows; None: see `time_budget`."""
+    chunk_grid: int = 0
+    """Chunks of prompts end at multiples of this, if they reach one; 0: anywhere."""
 
 
 def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) -> None:
@@ -67,6 +69,16 @@ def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) 
                 lengths[index] = 0
             else:
                 budget -= skipped
+
+
+def _on_grid(demand: RowDemand, candidates: Items[Sequence], grid: int) -> RowDemand:
+    """Return the demand of rows with recurrent layers: they stop where a checkpoint is to be saved."""
+    starts = [seq.num_scheduled_tokens for seq in candidates]
+    pending = [
+        min(wanted, seq.cache.cuts[0] - start) if seq.cache.cuts else wanted
+        for seq, wanted, start in zip(candidates, demand.pending, starts, strict=True)
+    ]
+    return structs.replace(demand, pending=pending, starts=starts, grid=grid)
 
 
 class Planner:
@@ -117,6 +129,10 @@ class Planner:
 
         held: all sequences that have pages.
         """
+        plan, states = self._plan_rows(step_id, running, held), self.memory.states
+        return plan if plan is None or states is None else states.with_copies(plan)
+
+    def _plan_rows(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
         members = running.members
         if not running.unsteady and len(members) <= self.limits.max_step_tokens:
             steady = self._plan_steady(step_id, list(members.values()), running)
@@ -244,18 +260,22 @@ class Planner:
 
         rows, context: number of steady rows in the same step, and of the positions that they attend to.
         """
-        self._reserver.out_of_pages = False
+        self._reserver.out_of_pages, grid = False, self.limits.chunk_grid
         while True:
             demand = RowDemand(
                 [len(seq.tokens) + seq.num_inflight_samples - seq.num_scheduled_tokens for seq in candidates],
                 [seq.steps_skipped for seq in candidates],
                 [seq.priority for seq in candidates],
             )
+            if grid:
+                demand = _on_grid(demand, candidates, grid)
             budget = self._budget(candidates, demand.pending, rows, context)
             lengths = choose_rows(POLICIES[self.policy], demand, budget)
             limit_uploads(candidates, lengths, self.limits.max_uploads)
             chosen = list(lengths)
             self._reserver.reserve(candidates, lengths, running, held)
+            if grid:
+                lengths = [demand.aligned(index, length) for index, length in enumerate(lengths)]
             if any(lengths) or not any(chosen):
                 return candidates, lengths
             # None of the sequences that the policy prefers got a page. The others must not wait for them, because only

@@ -51,6 +51,17 @@ class RowDemand(Struct, frozen=True):
     """Number of steps without each row since the last one with it."""
     priority: Sequence[int]
     """Priority of each row; higher comes first under the `priority` policy."""
+    starts: Sequence[int] = ()
+    """First position that each row could compute; only with a grid."""
+    grid: int = 0
+    """A row that does not compute all it could ends at a multiple of this, if it reaches one; 0: anywhere."""
+
+    def aligned(self, index: int, length: int) -> int:
+        """Return the positions of a row that may compute `length`, with its end on the grid."""
+        if not self.grid or length >= self.pending[index]:
+            return length
+        start = self.starts[index]
+        return max((start + length) // self.grid * self.grid - start, 0) or length
 
 
 class StepDraft:
@@ -116,6 +127,8 @@ class StepDraft:
         wanted = self.demand.pending[index] - served
         if self.chunk:
             wanted = min(wanted, self.chunk - served, limit, room)
+            if self.demand.grid:
+                wanted = self.demand.aligned(index, served + wanted) - served
         if not 0 < wanted <= room or not (served or self.prompts_left):
             return 0
         self.prompts_left -= not served

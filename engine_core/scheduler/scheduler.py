@@ -178,6 +178,8 @@ class Scheduler:
             seq.inflight += 1
             if row.samples:
                 seq.num_inflight_samples += 1
+        if (plan.saves or plan.loads) and self.memory.states is not None:
+            self.memory.states.on_launch(plan)
         for row in plan.updated_rows:
             self.memory.on_launch(held[row.seq_id], row)
         if self._running.unsteady:
@@ -394,6 +396,7 @@ class Scheduler:
             return
         if seq.id not in self._held:
             self.waiting.remove(seq)
+            self.memory.forget(seq)
             return
         if seq in self._preempting:
             self._preempting.remove(seq)
@@ -430,7 +433,7 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Return the inconsistencies of pages and rows; empty if there are none."""
-        problems = self.memory.audit(self._held.values())
+        problems = self.memory.audit(self._held.values(), self.waiting)
         if self.rows.free + len(self._held) != self.rows.total:
             problems.append(f"{self.rows.free} of {self.rows.total} rows are free, {len(self._held)} are held")
         return problems

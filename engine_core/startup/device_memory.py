@@ -17,7 +17,7 @@ from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.kv_sizing import GIB
-from tandem.engine_core.startup.runtime import ModelSource
+from tandem.engine_core.startup.runtime import ModelSource, state_sizes
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.events import Phase
 
@@ -64,11 +64,6 @@ def _itemsize(tensor: StoredTensor, source: ModelSource) -> int:
     return 1 if is_quantized_now else source.dtype.itemsize
 
 
-def state_bytes(config: StepConfig, source: ModelSource) -> int:
-    """Return the bytes of the state of recurrent layers, with the padding row."""
-    return (config.max_rows + 1) * source.model.recurrent_row_bytes(source.dtype.itemsize)
-
-
 def memory_demand(config: StepConfig, source: ModelSource, total: int) -> MemoryDemand:
     """Compute the memory that an engine asks for on a GPU of `total` bytes.
 
@@ -79,7 +74,7 @@ def memory_demand(config: StepConfig, source: ModelSource, total: int) -> Memory
     pool = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * source.layout.token_bytes
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     # The existing checks refuse a model that no GPU of this size holds.
-    needed = min(weights + state_bytes(config, source) + pool, total)
+    needed = min(weights + state_sizes(config, source).rows + pool, total)
     return MemoryDemand(needed, needed if pool else max(needed, int(total * share)))
 
 

@@ -27,12 +27,15 @@ from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.delta_rule.state import PIECE, RING
 from tandem.engine_core.kv_cache.groups import KVGroup, partition
 from tandem.engine_core.kv_cache.manager import MAX_LONGEST_PATHS, MAX_NODES_PER_PAGE, KVManager
 from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.kv_cache.state_slots import StateSlots
+from tandem.engine_core.kv_cache.states import StateCache
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import open_checkpoint, read_config
@@ -106,6 +109,8 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
     weight_bytes = model_config.weight_bytes(getattr(torch, dtype).itemsize)
     row_bytes = model_config.recurrent_row_bytes(getattr(torch, dtype).itemsize)
     shape = ModelShape(name, model_config.max_positions, model_config.longest_context, weight_bytes, row_bytes)
+    if row_bytes:
+        shape = structs.replace(shape, state_interval=RING, chunk_grid=PIECE)
     with problems.caught():
         step_config = configuration.resolve(options, shape, kind, dtype, gpu_bytes)
     problems.check()
@@ -268,6 +273,7 @@ def scheduler_limits(config: StepConfig) -> SchedulerLimits:
         config.max_uploads,
         config.static_batching,
         config.max_itl,
+        config.chunk_grid,
     )
 
 
@@ -290,7 +296,7 @@ def _build_loop(
 ) -> Engine:
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
-    memory = _kv_manager(config, kv_groups)
+    memory = _kv_manager(config, kv_groups, bool(runtime.kv.recurrent))
     drafts = draft_policy(config)
     scheduler = Scheduler(RowGate(config.max_rows), memory, scheduler_limits(config), config.policy, costs, drafts)
     wire_limits = Limits(
@@ -346,14 +352,16 @@ def _kv_layout(groups: tuple[KVGroup, ...], config: StepConfig) -> KVLayout:
     return KVLayout(groups=groups, page_size=config.page_size, dtype=dtype)
 
 
-def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:
-    windows, tree = tuple([group.window for group in groups]), None
+def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...], recurrent: bool) -> KVManager:
+    windows, tree, states = tuple([group.window for group in groups]), None, None
     if config.prefix_cache:
         classes = page_classes(windows, config.page_size)
         paths = MAX_LONGEST_PATHS * ceil_div(config.max_len, config.page_size)
         tree = RadixTree(config.page_size, classes, max(MAX_NODES_PER_PAGE * config.pages, paths))
+        if recurrent:
+            states = StateCache(StateSlots(config.state_slots), tree, RING, config.chunk_grid)
     sessions = Sessions(tree, config.max_sessions, config.session_ttl)
-    return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions, windows, config.max_lead)
+    return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions, windows, config.max_lead, states)
 
 
 def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:

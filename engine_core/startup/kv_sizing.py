@@ -12,10 +12,22 @@ from tandem.protocol.engine_options import EngineOptions
 
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
 """Bounds of the pool on a CPU: bytes, and share of the free memory. It takes no more than all rows could fill."""
+STATE_SLOTS_SHARE, MAX_STATE_SLOTS = 0.125, 1024
+"""Bounds of the checkpoints of recurrent layers: share of the memory that weights, steps and graphs leave, and number.
+On a CPU the share is one of the pool's bounds."""
 CONTEXT_BYTES = 640 * 2**20
 """Memory that CUDA may hold for a process before its first tensor; 0.58 GiB on an H200. Of the memory in use at
 start, at most this counts as the engine's own."""
 GIB = 2**30
+
+
+class StateSizes(Struct, frozen=True):
+    """Bytes of the state of recurrent layers; zeros for a model without any."""
+
+    rows: int = 0
+    """Bytes of all rows, which are allocated."""
+    checkpoint: int = 0
+    """Bytes of one checkpoint."""
 
 
 class Memory(Struct, frozen=True):
@@ -51,8 +63,8 @@ def check_memory_flags(options: EngineOptions, device: str) -> None:
         raise ConfigError(*found)
 
 
-def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineConfig:
-    """Add the number of pages to the settings.
+def size_pool(config: StepConfig, memory: Memory, token_bytes: int, states: StateSizes | None = None) -> EngineConfig:
+    """Add the number of pages, and of checkpoints of recurrent layers, to the settings.
 
     token_bytes: bytes of one token in the pages of all KV groups.
 
@@ -61,14 +73,16 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
     """
     page_size, options, windows = config.page_size, config.options, config.held_windows
     page_bytes = page_size * token_bytes // len(windows)
+    states = states or StateSizes()
+    slots = _num_state_slots(config, memory, token_bytes, states)
     if options.kv_tokens is not None:
         # For sequences of any length: within all windows, a position takes a share of a page in each group.
         pages = options.kv_tokens // page_size * len(windows)
     else:
         # The reserved page is part of the memory.
-        pages = max(0, _pool_bytes(config, memory, page_bytes) // page_bytes - 1)
+        pages = max(0, _pool_bytes(config, memory, page_bytes, slots * states.checkpoint) // page_bytes - 1)
     _check_given_size(options, memory, (pages + 1) * page_bytes, token_bytes)
-    sized = EngineConfig(**structs.asdict(config), pages=pages + 1)
+    sized = EngineConfig(**structs.asdict(config), pages=pages + 1, state_slots=slots)
     if sized.kv_tokens < 2:
         tokens = pages * page_size // len(windows) if options.kv_tokens is None else options.kv_tokens
         raise MemoryTooSmallError(
@@ -111,7 +125,25 @@ def _check_given_size(options: EngineOptions, memory: Memory, pool: int, token_b
         )
 
 
-def _pool_bytes(config: StepConfig, memory: Memory, page_bytes: int) -> int:
+def _num_state_slots(config: StepConfig, memory: Memory, token_bytes: int, states: StateSizes) -> int:
+    """Return the number of checkpoints that fit their share of the memory, and beside a pool of a given size."""
+    options = config.options
+    if not config.prefix_cache or not states.checkpoint:
+        return 0
+    if config.device == "cpu":
+        room = share = min(memory.free * CPU_KV_SHARE, CPU_KV_BYTES) * STATE_SLOTS_SHARE
+    else:
+        room = _gpu_room(config, memory)
+        share = (room + states.rows) * STATE_SLOTS_SHARE
+        # Rows asked for may leave little: then pages get half of it.
+        room = room / 2 if options.kv_memory is None and options.kv_tokens is None else room
+    given = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * token_bytes
+    if given and config.device != "cpu":
+        room -= given
+    return max(0, min(MAX_STATE_SLOTS, int(min(room, share)) // states.checkpoint))
+
+
+def _pool_bytes(config: StepConfig, memory: Memory, page_bytes: int, slots_bytes: int) -> int:
     options = config.options
     if options.kv_memory is not None:
         return options.kv_memory
@@ -119,6 +151,12 @@ def _pool_bytes(config: StepConfig, memory: Memory, page_bytes: int) -> int:
         held = held_pages(config.held_windows, config.max_len, config.page_size)
         useful = (config.max_rows * held + 1) * page_bytes
         return min(int(memory.free * CPU_KV_SHARE), CPU_KV_BYTES, useful)
+    return _gpu_room(config, memory) - slots_bytes
+
+
+def _gpu_room(config: StepConfig, memory: Memory) -> int:
+    """Return the bytes of a GPU that are left for the pool and checkpoints."""
+    options = config.options
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     held = memory.free_at_start - memory.free
     context = min(memory.total - memory.free_at_start, CONTEXT_BYTES)

@@ -26,6 +26,14 @@ def capacity_text(config: EngineConfig) -> str:
     return f"{shortest} tokens in sequences of any length, {config.kv_tokens} in sequences of {config.max_len}"
 
 
+def checkpoints_text(config: EngineConfig, checkpoint_bytes: int) -> str:
+    """Return the number and size of the checkpoints of recurrent layers; empty for a model without them."""
+    if not checkpoint_bytes:
+        return ""
+    size = size_text(config.state_slots * checkpoint_bytes)
+    return f"{size} for {config.state_slots} of {size_text(checkpoint_bytes)}"
+
+
 def pages_text(config: EngineConfig, layout: KVLayout) -> str:
     """Return the number and size of the pages that sequences can own, without the reserved one."""
     layers = layout.page_shape[0]

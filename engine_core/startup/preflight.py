@@ -26,10 +26,10 @@ from tandem.engine_core.models.registry import build_model, open_checkpoint, res
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
 from tandem.engine_core.startup import pool_text
 from tandem.engine_core.startup.device import check_gpu, check_installed
-from tandem.engine_core.startup.device_memory import model_bytes, state_bytes, weight_bytes
+from tandem.engine_core.startup.device_memory import model_bytes, weight_bytes
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, short_pool, size_pool
-from tandem.engine_core.startup.runtime import ModelSource
+from tandem.engine_core.startup.runtime import ModelSource, state_sizes
 from tandem.engine_core.startup.weight_formats import WeightFormats, weight_formats
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_options
 from tandem.protocol.preflight import PreflightReport, Section
@@ -169,14 +169,15 @@ def _pool(resolved: ResolvedEngine, weights: int, free: int, total: int) -> tupl
     """
     if weights > free:
         raise ConfigError(f"the weights take {weights / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free")
-    is_cpu, held = resolved.config.device == "cpu", weights + state_bytes(resolved.config, resolved.source)
+    is_cpu, states = resolved.config.device == "cpu", state_sizes(resolved.config, resolved.source)
+    held = weights + states.rows
     if held > free:
         raise ConfigError(
             f"weights and the state of {resolved.config.max_rows} rows take {held / GIB:.2f} GiB, but "
             f"{free / GIB:.2f} GiB are free; lower --max-rows"
         )
     memory = Memory(free=free - held) if is_cpu else Memory(free - held, total, free)
-    return memory, size_pool(resolved.config, memory, resolved.source.layout.token_bytes)
+    return memory, size_pool(resolved.config, memory, resolved.source.layout.token_bytes, states)
 
 
 def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfig, memory: Memory) -> Section:
@@ -202,8 +203,7 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
     share = f"--gpu-memory {options.gpu_memory or 0.9:g} less weights; steps and CUDA graphs take some of it"
     usual_rows = "by the memory that the weights leave" if device == "cuda" else f"default on {device}"
     usual = share if device == "cuda" else f"a share of {memory.free / GIB:.2f} GiB free after weights"
-    state = state_bytes(config, resolved.source)
-    uncached = "recurrent layers" if resolved.source.model.recurrent_layers else uncached_by(options)
+    states = state_sizes(config, resolved.source)
     choices = {
         "device": f"{device} ({chosen('--device', options.device, seen)})",
         "dtype": f"{config.dtype} ({chosen('--dtype', options.dtype, kept)})",
@@ -213,12 +213,13 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
         f"({chosen('--max-step-tokens', options.max_step_tokens, f'default on {device}')})",
         "KV cache": f"{'at most ' if device == 'cuda' and not sized else ''}{size} "
         f"({f'given as {sized}' if sized else usual})",
-        "prefix cache": "on" if config.prefix_cache else f"off ({uncached})",
+        "prefix cache": "on" if config.prefix_cache else f"off ({uncached_by(options)})",
     }
     if shortage := short_pool(pool, layout.page_bytes):
         choices["warning"] = shortage
-    if state:
-        choices["recurrent state"] = f"{pool_text.size_text(state)} for {config.max_rows} rows"
+    if states.rows:
+        choices["recurrent state"] = f"{pool_text.size_text(states.rows)} for {config.max_rows} rows"
+        choices["checkpoints"] = pool_text.checkpoints_text(pool, states.checkpoint)
     return choices
 
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.errors import ConfigError, DeviceMemoryError, MemoryTooSmallError
+from tandem.engine_core.kernels.delta_rule.checkpoints import Checkpoints
 from tandem.engine_core.kernels.delta_rule.state import ModelStates
 from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
@@ -35,7 +36,7 @@ from tandem.engine_core.sampling.scorer import TokenScorer
 from tandem.engine_core.startup import kv_sizing, pool_text
 from tandem.engine_core.startup.device import DeviceParts
 from tandem.engine_core.startup.kv_calibration import calibrate_kv_scales
-from tandem.engine_core.startup.kv_sizing import Memory
+from tandem.engine_core.startup.kv_sizing import Memory, StateSizes
 from tandem.engine_core.startup.loading_progress import LoadingProgress
 from tandem.engine_core.startup.memory_trial import decode_trial, measure_graph_bytes, measure_step_bytes, mixed_trial
 from tandem.engine_core.startup.start_log import StartLog
@@ -59,6 +60,12 @@ class ModelSource(Struct, frozen=True):
     layout: KVLayout
 
 
+def state_sizes(config: StepConfig, source: ModelSource) -> StateSizes:
+    """Return the bytes of the state of recurrent layers."""
+    model, itemsize = source.model, source.dtype.itemsize
+    return StateSizes((config.max_rows + 1) * model.recurrent_row_bytes(itemsize), model.checkpoint_bytes(itemsize))
+
+
 class RuntimeBuilder(Struct, frozen=True):
     """The parts of a runtime other than its KV pool and graphs.
 
@@ -79,15 +86,18 @@ class RuntimeBuilder(Struct, frozen=True):
     speculator: Speculator | None = None
     """None if no step verifies drafts."""
 
-    def build_pool(self, pages: int) -> KVStorage:
-        """Allocate a KV pool.
+    def build_pool(self, pages: int, state_slots: int = 0) -> KVStorage:
+        """Allocate a KV pool, and slots for checkpoints of recurrent layers.
 
         Raises MemoryTooSmallError if the memory does not suffice.
         """
-        layout = self.source.layout
+        layout, states, shape = self.source.layout, self.states, self.source.model.delta_rule
+        recurrent = () if states is None else states.layers
         try:
-            recurrent = () if self.states is None else self.states.layers
-            return KVStorage.allocate(layout, pages, self.parts.device.torch_device, recurrent)
+            checkpoints = None
+            if state_slots and states is not None and shape is not None:
+                checkpoints = Checkpoints.allocate(shape, states.stacked, state_slots)
+            return KVStorage.allocate(layout, pages, self.parts.device.torch_device, recurrent, checkpoints)
         except RuntimeError as error:
             size = pages * layout.page_bytes / kv_sizing.GIB
             raise MemoryTooSmallError(
@@ -192,8 +202,9 @@ def _build(
     status.enter(Phase.WARMING)
     memory = builder.measure(free_at_start)
     log.mark("trial of steps and graphs")
-    config = kv_sizing.size_pool(builder.config, memory, source.layout.token_bytes)
-    kv = builder.build_pool(config.pages)
+    states = state_sizes(builder.config, source)
+    config = kv_sizing.size_pool(builder.config, memory, source.layout.token_bytes, states)
+    kv = builder.build_pool(config.pages, config.state_slots)
     _log_memory(config, memory, source)
     log.mark("KV pool")
     warm_up(builder.build_runtime(kv), config)
@@ -266,7 +277,7 @@ def _new_builder(
     states = None
     if shape is not None:
         states = ModelStates.allocate(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
-        size = (config.max_rows + 1) * source.model.recurrent_row_bytes(source.dtype.itemsize)
+        size = state_sizes(config, source).rows
         logger.info("recurrent state: %s for %d rows", pool_text.size_text(size), config.max_rows)
         log.mark("recurrent state")
     return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, states, speculator)
@@ -312,13 +323,14 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
     if config.device != "cpu":
         logger.info(
             "memory in GiB: %.2f in all, %.2f free at start; weights and tables %.2f, steps %.2f, graphs %.2f "
-            "(the largest captured, the rest estimated from them with a margin), KV pool %.2f",
+            "(the largest captured, the rest estimated from them with a margin), KV pool %.2f, checkpoints %.2f",
             gib(memory.total),
             gib(memory.free_at_start),
             gib(memory.free_at_start - memory.free),
             gib(memory.steps),
             gib(memory.graphs),
             gib(pool),
+            gib(config.state_slots * state_sizes(config, source).checkpoint),
         )
     logger.info(
         "KV pool: %.2f GiB in %s, %s: %s",
@@ -327,6 +339,8 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
         pool_text.pages_text(config, layout),
         pool_text.capacity_text(config),
     )
+    if checkpoints := pool_text.checkpoints_text(config, state_sizes(config, source).checkpoint):
+        logger.info("checkpoints of the recurrent state: %s", checkpoints)
     if windows := pool_text.windows_text(config, source.model, layout):
         logger.info("%s; %s", windows, pool_text.sequence_text(config))
     if shortage := kv_sizing.short_pool(config, layout.page_bytes):

@@ -105,10 +105,17 @@ def _summary(state: dict[str, Any]) -> list[str]:
         "prefix cache": f"{cache['pages']} pages, hit rate {rate} ({cache['hit_tokens']} of {cache['queried_tokens']} "
         f"prompt tokens), {cache['evicted_pages']} evicted",
         **({"speculation": _speculation(state["speculation"])} if state["speculation"] else {}),
+        **({"checkpoints": _checkpoints(cache)} if cache["max_checkpoints"] else {}),
         "preemptions": str(state["preemptions"]),
         "sessions": f"{len(state['sessions'])}, {busy} of them busy, {state['evicted_sessions']} evicted",
     }
     return [f"{name:<13} {text}" for name, text in lines.items()]
+
+
+def _checkpoints(cache: dict[str, Any]) -> str:
+    """Describe the checkpoints of recurrent layers."""
+    held, most, evicted = (cache[name] for name in ("checkpoints", "max_checkpoints", "evicted_checkpoints"))
+    return f"{held} of {most} in use, {evicted} evicted"
 
 
 def _pause(pause: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def generate(asked: EngineOptions, prompts: list[list[int]], parts: Callable[[st
     with cuda, oracle_attention():
         driven = DrivenEngine.build(asked, parts)
         found = driven.generate(prompts, [PARAMS] * len(prompts))
-    assert driven.engine.scheduler.memory.num_hit_tokens == 0
+    assert driven.engine.scheduler.audit() == []
     assert (driven.engine.stats.preemptions > 0) == (asked.kv_tokens == FEW_TOKENS)
     return found
 
@@ -58,7 +58,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "chunks of odd sizes": {"max_step_tokens": 7},
     "one position a prompt and step": {"max_step_tokens": 4, "prefill_chunk": 1},
     "two steps in flight": {"pipeline": "on", "max_step_tokens": 32},
+    "without a prefix cache": {"prefix_cache": "off"},
     "preempted": {"kv_tokens": FEW_TOKENS, "pipeline": "on"},
+    "preempted, without a prefix cache": {"kv_tokens": FEW_TOKENS, "pipeline": "on", "prefix_cache": "off"},
 }
 
 
@@ -80,12 +82,14 @@ def test_graphs_give_the_tokens_of_transformers(
     assert generate(asked, prompts, oracle_parts) == expected
 
 
-@pytest.mark.parametrize("flags", [{"prefix_cache": "on"}, {"max_sessions": 4}, {"session_ttl": 9.0}])
-def test_flags_of_the_prefix_cache_are_refused(
-    flags: dict[str, Any], checkpoint: tuple[Path, list[list[int]], list[list[int]]]
+def test_pages_that_end_between_two_states_need_the_prefix_cache_off(
+    checkpoint: tuple[Path, list[list[int]], list[list[int]]],
 ) -> None:
-    with pytest.raises(ConfigError, match="recurrent layers"):
-        DrivenEngine.build(options(checkpoint[0], **flags))
+    with pytest.raises(ConfigError, match="--page-size 32"):
+        startup_engine.resolve_engine(options(checkpoint[0], page_size=32, prefix_cache="on"), cuda=False)
+    found = startup_engine.resolve_engine(options(checkpoint[0], page_size=32), cuda=False)
+    assert not found.config.prefix_cache
+    assert startup_engine.resolve_engine(options(checkpoint[0], page_size=8), cuda=False).config.prefix_cache
 
 
 def test_a_step_that_runs_out_of_memory_ends_the_engine(
@@ -104,6 +108,7 @@ def test_the_preflight_check_prints_the_state(checkpoint: tuple[Path, list[list[
     found = preflight(asked, [], lambda: 2**34, lambda: 2**34)
     assert found.problems == []
     assert re.fullmatch(r"[1-9]\d*\.\d MiB for 7 rows|0\.[1-9] MiB for 7 rows", found.choices["recurrent state"])
-    assert found.choices["prefix cache"] == "off (recurrent layers)"
+    assert found.choices["prefix cache"] == "on"
+    assert re.fullmatch(r"\d+\.\d MiB for 1024 of 0\.\d MiB", found.choices["checkpoints"])
     short = preflight(structs.replace(asked, max_rows=16_384), [], lambda: 2**26, lambda: 2**26)
     assert (short.shortage and "lower --max-rows" in short.shortage) or "lower --max-rows" in str(short.problems)

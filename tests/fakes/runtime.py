@@ -16,6 +16,7 @@ from tandem.engine_core.contracts import (
 from tandem.engine_core.plan import PADDING_PAGE, PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tests.fakes.constraint import own
 from tests.fakes.model import choose, fold, logprob_record
+from tests.fakes.states import FakeStates
 
 
 class FakeRuntime:
@@ -28,12 +29,20 @@ class FakeRuntime:
     """
 
     def __init__(
-        self, max_rows: int, pages: int, page_size: int, windows: tuple[int | None, ...] = (None,), chunk: int = 0
+        self,
+        max_rows: int,
+        pages: int,
+        page_size: int,
+        windows: tuple[int | None, ...] = (None,),
+        chunk: int = 0,
+        states: FakeStates | None = None,
     ) -> None:
         """Start with an empty pool.
 
-        windows: window of each KV group; chunk: largest number of positions of a row, for the tables of windows.
+        windows: window of each KV group; chunk: largest number of positions of a row, for the tables of windows;
+        states: of recurrent layers, None if the model has none.
         """
+        self.recurrent = states
         self.page_size = page_size
         self.windows = windows
         self.rings = [window and -(-(window + chunk) // page_size) + 2 for window in windows]
@@ -100,6 +109,9 @@ class FakeRuntime:
             self.tokens[admission.row] = {}
             self.page_tables[admission.row] = [{} for _ in self.windows]
             self.num_mapped[admission.row] = 0
+        assert self.recurrent is not None or not (plan.saves or plan.loads), f"step {plan.step_id} copies states"
+        if self.recurrent is not None:
+            self.recurrent.copy(plan.saves, plan.loads)
         scored = self.scored[slot] = []
         self.uploads = 0
         states = self.states[slot] = []
@@ -227,6 +239,8 @@ class FakeRuntime:
             for position in range(0 if window is None else max(0, first + 1 - window), end):
                 expected, read = (group, position, states[position]), self.pool[self._slot(row, position, group)]
                 assert read == expected, f"{row} reads {read}, not {expected}"
+        if self.recurrent is not None:
+            self.recurrent.advance(row.row, first, end, states)
         return states
 
     def _verify(self, row: ScheduledSequence, plan: StepPlan) -> tuple[int, list[int]]:

@@ -32,6 +32,12 @@ SHAPES = {
     "windows without cache": Shape(2, 0.4, cache=False, windows=(None, 9, 9), sessions=0.0),
     "windows in all layers": Shape(2, 0.2, cache=True, pages=(20, 60), windows=(9,), sessions=0.4, requests=20),
     "windows in static batches": Shape(depth=2, constrained=0.4, static=True, windows=(None, 9)),
+    "states": Shape(depth=2, constrained=0.2, cache=True, states=(1, 12)),
+    "states, blocking": Shape(depth=1, constrained=0.4, cache=True, states=(4, 40), sessions=0.4),
+    "states of conversations": Shape(2, 0.0, cache=True, pages=(60, 140), states=(2, 30), sessions=0.8, requests=20),
+    "states, short of pages": Shape(2, 0.2, cache=True, pages=(12, 40), states=(2, 20), priorities=True),
+    "states, short of pages and calm": Shape(2, 0.2, cache=True, pages=(12, 30), states=(1, 8), requests=20, calm=True),
+    "states without cache": Shape(depth=2, constrained=0.2, cache=False, sessions=0.0, states=(1, 4)),
     "drafts": Shape(depth=2, constrained=0.0, drafts=7, sessions=0.4),
     "drafts and grammars": Shape(depth=2, constrained=0.3, drafts=0),
     "drafts, blocking": Shape(depth=1, constrained=0.2, drafts=3),
@@ -48,6 +54,7 @@ CUT_SHORT -= {ErrorCode.INVALID_GRAMMAR, ErrorCode.GRAMMAR_FAILED}
 """Outcomes that the reference does not predict."""
 DISTURBED = ("pauses", "overloaded")
 SHARING = ("hit", "evicted", "cache hits reported", "preemptions")
+STATES = ("states saved", "states loaded", "states evicted")
 EXPECTED = {
     "immediate": DISTURBED,
     "blocking": DISTURBED,
@@ -59,6 +66,11 @@ EXPECTED = {
     "windows and short of pages": (*SHARING, "for lack of pages"),
     "windows and calm": (*SHARING, "for lack of pages"),
     "windows in all layers": (*SHARING, "session hits"),
+    "states": (*SHARING, *STATES),
+    "states of conversations": (*SHARING, "session hits", *STATES),
+    "states, blocking": (*SHARING, "states saved", "states loaded"),
+    "states, short of pages": (*SHARING, "for lack of pages", *STATES),
+    "states, short of pages and calm": (*SHARING, "for lack of pages", *STATES),
     "conversations": (*SHARING, "session busy", "sessions evicted", "session hits"),
 }
 """Events that the traffics of a shape must contain."""

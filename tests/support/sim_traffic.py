@@ -96,6 +96,8 @@ class Shape:
     priorities: bool = False
     windows: tuple[int | None, ...] = (None,)
     """Window of each KV group."""
+    states: tuple[int, int] | None = None
+    """Bounds of the number of slots for recurrent states; None: the model has no recurrent layers."""
     drafts: int | None = None
     """Number of drafts that steps verify; 0: it follows what the rows accept; None: no step does."""
 

@@ -13,6 +13,8 @@ from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.kv_cache.state_slots import StateSlots
+from tandem.engine_core.kv_cache.states import StateCache
 from tandem.engine_core.plan import PADDING_PAGE, StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.audit import audit_lengths
@@ -31,6 +33,7 @@ from tests.fakes.constraint import FakeAdvancer, FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
+from tests.fakes.states import FakeStates
 from tests.support.kv_pool import end_sessions, occupy
 from tests.support.sim_traffic import CLIENTS, LONGEST, Shape, Traffic
 
@@ -48,11 +51,12 @@ class FaultyRuntime(FakeRuntime):
         page_size: int,
         windows: tuple[int | None, ...],
         chunk: int,
+        states: FakeStates | None = None,
         *,
         fault: str,
         rng: random.Random,
     ) -> None:
-        super().__init__(max_rows, pages, page_size, windows, chunk)
+        super().__init__(max_rows, pages, page_size, windows, chunk, states)
         self.fault = fault
         self.rng = rng
 
@@ -88,6 +92,18 @@ class PoisoningAllocator(PageAllocator):
     def is_shared(self, page: int) -> bool:
         """Return whether a page belongs to the prefix cache."""
         return self._owner[page] == CACHE
+
+
+class PoisoningSlots(StateSlots):
+    """Erases the checkpoints of slots that are freed."""
+
+    erase: Callable[[int], None]
+
+    def release(self, owner: int) -> int | None:
+        slot = super().release(owner)
+        if slot is not None:
+            self.erase(slot)
+        return slot
 
 
 def guess(rng: random.Random, following: list[int]) -> list[int]:
@@ -132,7 +148,7 @@ class World:
     def _build(self, times: random.Random) -> None:
         """Build the engine. times: draws what concerns the durations of steps."""
         rng, shape = self.rng, self.shape
-        page_size = shape.page_size or rng.choice([1, 2, 4, 8, LONGEST])
+        page_size = shape.page_size or rng.choice([1, 2, 4, 8, LONGEST] if shape.states is None else [1, 2, 4])
         pages = max(2, 1 + len(shape.windows) * (rng.randint(*shape.pages) * 2 // (page_size + 1)))
         max_rows = rng.randint(1, 6)
         whole = shape.static or rng.random() < 0.15
@@ -141,6 +157,13 @@ class World:
         self.allocator = PoisoningAllocator(pages)
         classes = page_classes(shape.windows, page_size)
         tree = RadixTree(page_size, classes, pages + 64) if cache and not shape.static else None
+        self.states, recurrent, grid = None, None, 0
+        if shape.states is not None:
+            interval, slots = times.choice([4, 8]), PoisoningSlots(times.randint(*shape.states))
+            grid = 0 if whole else interval * times.choice([1, 2, 4])
+            recurrent = FakeStates(max_rows, slots.total, interval)
+            slots.erase = recurrent.free
+            self.states = None if tree is None else StateCache(slots, tree, interval, grid)
         max_lead = 0 if shape.drafts is None else shape.depth * DRAFT_SIZES[-1]
         self.memory = KVManager(
             self.allocator,
@@ -149,10 +172,11 @@ class World:
             Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9])),
             shape.windows,
             max_lead,
+            self.states,
         )
         chunk = min(step_tokens, LONGEST)
         self.runtime = FaultyRuntime(
-            max_rows, pages, page_size, shape.windows, max(chunk, 1 + max_lead), fault=shape.faults, rng=rng
+            max_rows, pages, page_size, shape.windows, max(chunk, 1 + max_lead), recurrent, fault=shape.faults, rng=rng
         )
         self.allocator.erase = self.runtime.free
         self.runtime.is_shared = self.allocator.is_shared
@@ -165,6 +189,7 @@ class World:
             rng.choice([LONGEST, 1000]),
             shape.static,
             times.choice([None, 0.1, 8.0]),
+            grid,
         )
         self.rows = RowGate(max_rows)
         policy = "fcfs" if shape.static else shape.policy or rng.choice(POLICIES)
@@ -322,6 +347,9 @@ class World:
             "session busy": len(busy),
             "sessions evicted": self.memory.sessions.num_evicted,
             "session hits": len(talks & hits),
+            "states saved": self.runtime.recurrent.saved if self.runtime.recurrent is not None else 0,
+            "states loaded": self.runtime.recurrent.loaded if self.runtime.recurrent is not None else 0,
+            "states evicted": self.states.slots.num_evicted if self.states is not None else 0,
         }
 
     def _manage(self) -> None:
@@ -372,6 +400,8 @@ class World:
         assert self.rows.free == self.rows.total
         assert all(session.turn is None for session in self.memory.sessions.known)
         assert self.memory.usage.available == self.allocator.total
+        if self.states is not None:
+            assert all(owner in self.memory.tree for owner in self.states.slots.owners)
         for key, outcomes in self.mailbox.outcomes.items():
             assert len(outcomes) == 1, f"{key} ended {len(outcomes)} times: {outcomes}"
 
@@ -382,3 +412,4 @@ class World:
         assert self.memory.usage.in_use == 0
         occupy(self.memory, self.allocator.total)
         assert self.memory.usage.cached == 0
+        assert self.states is None or not self.states.slots.used

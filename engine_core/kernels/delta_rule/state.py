@@ -58,6 +58,11 @@ class DeltaRuleShape(Struct, frozen=True, kw_only=True):
         narrow = 2 * ring * self.key_heads * self.key_dim + self.num_columns(ring) * self.channels
         return 4 * wide + itemsize * narrow
 
+    def checkpoint_bytes(self, itemsize: int) -> int:
+        """Return the bytes of one checkpoint of a layer. itemsize: of the model's dtype."""
+        state = self.value_heads * self.key_dim * self.value_dim
+        return 4 * state + itemsize * (self.conv_width - 1) * self.channels
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaRuleState:

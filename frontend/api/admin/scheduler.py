@@ -64,6 +64,9 @@ def _prefix_cache(stats: EngineStats) -> dict[str, Any]:
         "hit_tokens": hits,
         "hit_rate": round(hits / queried, 4) if queried else None,
         "evicted_pages": stats.pages_evicted,
+        "checkpoints": stats.state_slots_used,
+        "max_checkpoints": stats.state_slots,
+        "evicted_checkpoints": stats.states_evicted,
     }
 
 
@@ -171,6 +174,9 @@ INSPECTION = closed(
                 "hit_tokens": _COUNT,
                 "hit_rate": _RATE,
                 "evicted_pages": _COUNT,
+                "checkpoints": _COUNT,
+                "max_checkpoints": _COUNT,
+                "evicted_checkpoints": _COUNT,
             }
         ),
         "speculation": nullable(_SPECULATION),

@@ -22,13 +22,16 @@ IDLE: dict[str, Any] = {
     "queue": {"waiting": 0, "oldest_wait": 0.0, "unlisted": 0},
     "rows": {"running": 0, "total": 64},
     "pages": {"used": 0, "free": 4096, "settling": 0, "total": 4096, "page_size": 16},
-    "prefix_cache": {"pages": 0, "queried_tokens": 0, "hit_tokens": 0, "hit_rate": None, "evicted_pages": 0},
+    "prefix_cache": {
+        "pages": 0, "queried_tokens": 0, "hit_tokens": 0, "hit_rate": None, "evicted_pages": 0,
+        "checkpoints": 0, "max_checkpoints": 0, "evicted_checkpoints": 0,
+    },
     "speculation": None,
     "preemptions": 0,
     "sequences": [],
     "sessions": [],
     "evicted_sessions": 0,
-}
+}  # fmt: skip
 SEQUENCE = {
     "client": "ab", "request_id": 5, "state": "decode", "row": 0, "prompt_tokens": 40, "generated_tokens": 3,
     "computed_tokens": 42, "pages": 3, "shared_pages": 2, "cached_tokens": 32, "priority": -1, "preemptions": 1,
@@ -42,6 +45,7 @@ BUSY = {
     "pages": {"used": 30, "free": 4000, "settling": 2, "total": 4096, "page_size": 16},
     "prefix_cache": {
         "pages": 12, "queried_tokens": 300, "hit_tokens": 100, "hit_rate": 0.3333, "evicted_pages": 6,
+        "checkpoints": 0, "max_checkpoints": 0, "evicted_checkpoints": 0,
     },
     "sequences": [
         SEQUENCE,
@@ -110,6 +114,11 @@ def test_render_shows_drafts(adaptive: bool, most: str) -> None:
     assert (head[-2:], one[-2:]) == (["DRAFTED", "ACCEPTED"], ["7", "5"])
     unused = {**speculation, "drafted_tokens": 0, "acceptance_rate": None}
     assert "acceptance rate none yet" in render({**IDLE, "speculation": unused})
+
+
+def test_render_shows_the_checkpoints_of_recurrent_layers() -> None:
+    cache = {**BUSY["prefix_cache"], "checkpoints": 5, "max_checkpoints": 60, "evicted_checkpoints": 7}
+    assert "checkpoints   5 of 60 in use, 7 evicted" in render({**BUSY, "prefix_cache": cache})
 
 
 def test_render_replaces_control_characters_in_names() -> None:

@@ -40,6 +40,7 @@ def test_inspection_is_converted_to_json() -> None:
         prefix_hits=100, pages_evicted=6, preemptions=2, sessions=1, sessions_evicted=7, spec_decode_num_drafts=12,
         spec_decode_num_draft_tokens=30, spec_decode_num_accepted_tokens=10,
         spec_decode_num_accepted_tokens_per_pos={"0": 7, "1": 3},
+        state_slots=20, state_slots_used=9, states_evicted=3,
     )  # fmt: skip
     running = InspectedSequence(
         *("ab", 5, "decode", 0, 40, 3, 42, 3, 2, 32, -1, 1, 2.34567, "talk"),
@@ -60,6 +61,7 @@ def test_inspection_is_converted_to_json() -> None:
         "pages": {"used": 5, "free": 4, "settling": 1, "total": 9, "page_size": 16},
         "prefix_cache": {
             "pages": 4, "queried_tokens": 300, "hit_tokens": 100, "hit_rate": 0.3333, "evicted_pages": 6,
+            "checkpoints": 9, "max_checkpoints": 20, "evicted_checkpoints": 3,
         },
         "speculation": {
             "method": "ngram", "max_drafts": 3, "adaptive": True, "drafts": 12, "drafted_tokens": 30,
