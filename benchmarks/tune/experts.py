@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(EXPERT_BUCKETS), choices=EXPERT_BUCKETS)
     parser.add_argument("--minutes", type=float, default=10.0)
     arguments = parser.parse_args()
-    gpu, model = read_gpu_traits(0), read_config(model_folder(arguments.model))
+    gpu, model = read_gpu_traits(), read_config(model_folder(arguments.model))
     end = time.monotonic() + 60 * arguments.minutes
     plans: Plans = dict(gpu.tiles.experts)
     with torch.inference_mode():

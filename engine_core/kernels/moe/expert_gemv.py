@@ -134,6 +134,7 @@ def _down_gemv_kernel(
     x: [T, TOP_K, K]; weight: [E, N, K]; ids, weights: [T, TOP_K]; out: [T, N]. A token without experts gets zeros.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    WIDE: tl.constexpr = (K + 127) // 128
     token = tl.program_id(1)
     first = tl.program_id(0) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -162,7 +163,6 @@ def _down_gemv_kernel(
         inputs = tl.load(x_ptrs + step * BLOCK_K, mask=inside, other=0.0).to(tl.float32)
         products = cast_weights(now, tl.float32) * inputs[:, None, :]
         if SCALES == 2:
-            WIDE: tl.constexpr = (K + 127) // 128
             column = (step * BLOCK_K + tl.arange(0, BLOCK_K // 16) * 16) // 128
             scale_rows = (experts * tl.cdiv(N, 128) + tl.minimum(first, N - 1) // 128) * WIDE
             scales = tl.load(
