@@ -15,7 +15,7 @@ from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.quantized.eight_bit_linear import quantize_weight, row_scales
-from tandem.engine_core.layers.quantized.quantized_linear import reject_nonfinite
+from tandem.engine_core.layers.quantized.quantized_linear import reject_overflow
 from tandem.engine_core.loader.slots import SourceSlice, WeightSlot
 from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme
 
@@ -90,7 +90,7 @@ class Experts:
         slots = [WeightSlot(weight, values, 0, index, 1, dtypes=("F8_E4M3",), view=shape)]
         for last in self.scheme.scale_names:
             scale = f"{name}.{last}"
-            transform = reject_nonfinite(scale, found)
+            transform = reject_overflow(scale, found, multiplied_by=self.scheme.max_value)
             slots.append(WeightSlot(scale, scales, 0, index, 1, transform=transform, shapes=accepted, view=view))
         return slots
 
@@ -117,7 +117,7 @@ class Experts:
 
 
 def _row_scales(name: str) -> Callable[[Tensor], Tensor]:
-    return reject_nonfinite(name, row_scales, "weights")
+    return reject_overflow(name, row_scales, "weights")
 
 
 def _unchanged(stored: Tensor) -> Tensor:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+MAX_VALUES = {"fp8": 448.0, "int8": 128.0}
+"""Maximum absolute value of 8-bit weights, before their scale."""
+
 
 class Activations(Enum):
     """Granularity of activation quantization that a checkpoint expects."""
@@ -35,6 +38,11 @@ class EightBitScheme:
 
     def __str__(self) -> str:
         return self.kind if self.block is None else f"{self.kind} in blocks of {self.block[0]}x{self.block[1]}"
+
+    @property
+    def max_value(self) -> float:
+        """Maximum absolute value of a weight before its scale."""
+        return MAX_VALUES[self.kind]
 
     @property
     def scale_names(self) -> tuple[str, ...]:
@@ -95,6 +103,11 @@ class W8A16Scheme:
 
     def __str__(self) -> str:
         return f"{self.kind} weights" if self.packing is None else f"8 bits ({self.packing})"
+
+    @property
+    def max_value(self) -> float:
+        """Maximum absolute value of a weight before its scale."""
+        return MAX_VALUES[self.kind]
 
 
 Scheme = EightBitScheme | Int4Scheme | W8A16Scheme

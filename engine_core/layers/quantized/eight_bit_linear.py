@@ -13,7 +13,12 @@ from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCA
 from tandem.engine_core.kernels.quantized_activation import FP8_MAX, ActivationFormat
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
-from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, part_slices, reject_nonfinite
+from tandem.engine_core.layers.quantized.quantized_linear import (
+    MAX_WEIGHT,
+    QuantizedLinear,
+    part_slices,
+    reject_overflow,
+)
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.fields import unsupported
@@ -122,13 +127,14 @@ class EightBitLinear(QuantizedLinear):
     def _keep_input_scale(self, found: Tensor, name: str) -> None:
         """Keep the maximum scale of a projection's parts, which have the same inputs.
 
-        Raises ConfigError for a scale that is not a positive number, or so small that its inverse is infinite.
+        Raises ConfigError for a scale that is not a positive number, so small that its inverse is infinite, or so large
+        that a step overflows.
         """
-        if not bool((found.isfinite() & (found >= _LEAST_SCALE)).all()):
+        if not bool(((found >= _LEAST_SCALE) & (found <= MAX_WEIGHT)).all()):
             wrong = ", ".join(f"{scale:g}" for scale in found.tolist())
             raise ConfigError(
-                f"{name}: its input_scale is {wrong}; it must be a positive number in each part, at least "
-                f"{_LEAST_SCALE:g}"
+                f"{name}: its input_scale is {wrong}; it must be a positive number in each part, from "
+                f"{_LEAST_SCALE:g} to {MAX_WEIGHT:g}"
             )
         assert self.input_scale is not None
         self.input_scale.copy_(found.max())
@@ -143,7 +149,7 @@ class EightBitLinear(QuantizedLinear):
             shapes = ((length, self.values.shape[1]),)
             for parameter, transform in (
                 (self.values, quantize_weight),
-                (self.scales, reject_nonfinite(f"{projection}.weight", row_scales, "weights")),
+                (self.scales, reject_overflow(f"{projection}.weight", row_scales, "weights")),
             ):
                 slots.append(
                     WeightSlot(f"{projection}.weight", parameter, 0, start, length, transform=transform, shapes=shapes)
@@ -156,7 +162,7 @@ class EightBitLinear(QuantizedLinear):
 
         # Files differ in the shape of a scalar, and compressed-tensors stores a column.
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1)) if self.scheme.per_tensor else ((length, 1), (length,))
-        spread = reject_nonfinite(name, partial(_spread, length=length))
+        spread = reject_overflow(name, partial(_spread, length=length), multiplied_by=self.scheme.max_value)
         return WeightSlot(name, self.scales, 0, start, length, transform=spread, shapes=shapes)
 
     def _block_slot(self, name: str, start: int, length: int, high: int) -> WeightSlot:
@@ -177,7 +183,11 @@ class EightBitLinear(QuantizedLinear):
             start // SCALE_ROWS,
             rows,
             shapes=((ceil_div(length, high), self.scales.shape[1]),),
-            transform=reject_nonfinite(name, lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows]),
+            transform=reject_overflow(
+                name,
+                lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows],
+                multiplied_by=self.scheme.max_value,
+            ),
         )
 
 

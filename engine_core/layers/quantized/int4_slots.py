@@ -9,12 +9,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.layers.quantized.quantized_linear import reject_nonfinite
+from tandem.engine_core.layers.quantized.quantized_linear import reject_overflow
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.int4 import PER_WORD, pack, unpack, unpack_awq
 from tandem.engine_core.quantization.scheme import Int4Scheme
 
 Transform = Callable[[Tensor], Tensor]
+_MAX_VALUE = 15
+"""Maximum absolute difference of a value and a zero point."""
 _SYMMETRIC_ZERO = 8
 """Zero point of symmetric int4 weights."""
 
@@ -29,6 +31,9 @@ def int4_slots(
     inputs, groups = words.shape[1] * PER_WORD, scales.shape[1]
     narrow = length // PER_WORD
 
+    def checked(name: str, transform: Transform) -> Transform:
+        return reject_overflow(f"{projection}.{name}", transform, multiplied_by=_MAX_VALUE)
+
     def int32_slot(name: str, parameter: Tensor, shape: tuple[int, int], transform: Transform | None) -> WeightSlot:
         return replace(float_slot(name, parameter, shape, transform), dtypes=("I32",))
 
@@ -38,23 +43,18 @@ def int4_slots(
     if scheme.packing == "gptq":
         return [
             int32_slot("qweight", words, (inputs // PER_WORD, length), Tensor.t),
-            float_slot("scales", scales, (groups, length), reject_nonfinite(f"{projection}.scales", Tensor.t)),
+            float_slot("scales", scales, (groups, length), checked("scales", Tensor.t)),
             int32_slot("qzeros", zeros, (groups, narrow), _gptq_zeros(scheme, f"{projection}.qzeros")),
         ]
     if scheme.packing == "awq":
         return [
             int32_slot("qweight", words, (inputs, narrow), _awq_words),
-            float_slot("scales", scales, (groups, length), reject_nonfinite(f"{projection}.scales", Tensor.t)),
+            float_slot("scales", scales, (groups, length), checked("scales", Tensor.t)),
             int32_slot("qzeros", zeros, (groups, narrow), _awq_zeros),
         ]
     found = [
         int32_slot("weight_packed", words, (length, inputs // PER_WORD), None),
-        float_slot(
-            "weight_scale",
-            scales,
-            (length, groups),
-            reject_nonfinite(f"{projection}.weight_scale", lambda stored: stored),
-        ),
+        float_slot("weight_scale", scales, (length, groups), checked("weight_scale", lambda stored: stored)),
     ]
     return found if scheme.symmetric else [*found, int32_slot("weight_zero_point", zeros, (narrow, groups), _zeros)]
 

@@ -1,5 +1,6 @@
 """Base of quantized linear weights."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 
@@ -9,6 +10,9 @@ from torch import Tensor
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.torch_linear import CpuLinear, TorchLinear
 from tandem.engine_core.layers.unfused_linear import UnfusedLinear
+
+MAX_WEIGHT = torch.finfo(torch.float16).max
+"""Maximum absolute weight: those of models are far smaller, and larger ones overflow in a step."""
 
 
 class QuantizedLinear(UnfusedLinear):
@@ -50,18 +54,26 @@ def part_slices(prefix: str, name: str, parts: Mapping[str, int] | None, outputs
     return [*found, (f"{prefix}{name}", 0, outputs)]
 
 
-def reject_nonfinite(
-    name: str, transform: Callable[[Tensor], Tensor], what: str = "scales"
+def reject_overflow(
+    name: str, transform: Callable[[Tensor], Tensor], what: str = "scales", multiplied_by: float = 1.0
 ) -> Callable[[Tensor], Tensor]:
-    """Return a transform that also raises ConfigError for NaN or infinite values.
+    """Return a transform that also raises ConfigError for values that make weights infinite, NaN included.
 
-    name: of the tensor; transform: from the stored tensor to the slot's; what: the values' name in the error.
+    name: of the tensor; transform: from the stored tensor to the slot's; what: the values' name in the error;
+    multiplied_by: maximum absolute number that a value is multiplied by.
     """
 
     def check(stored: Tensor) -> Tensor:
-        if not bool(stored.float().isfinite().all()):
+        # Of either sign: some tools write negative scales.
+        largest = stored.float().abs().amax().item() if stored.numel() else 0.0
+        if not math.isfinite(largest):
             raise ConfigError(
                 f"{name}: it has {what} that are NaN or infinite; the checkpoint is damaged, download it again"
+            )
+        if largest * multiplied_by > MAX_WEIGHT:
+            raise ConfigError(
+                f"{name}: it has {what} up to {largest:g}, so weights up to {largest * multiplied_by:g}, maximum "
+                f"{MAX_WEIGHT:g}; the checkpoint is damaged, download it again"
             )
         return transform(stored)
 

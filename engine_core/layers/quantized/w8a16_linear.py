@@ -11,7 +11,7 @@ from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.quantized.grouped_linear import GroupedLinear
-from tandem.engine_core.layers.quantized.quantized_linear import reject_nonfinite
+from tandem.engine_core.layers.quantized.quantized_linear import reject_overflow
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import FLOAT_DTYPES, WeightSlot
 from tandem.engine_core.quantization.fields import unsupported
@@ -79,14 +79,16 @@ class W8A16Linear(GroupedLinear):
             return WeightSlot(f"{projection}.{name}", parameter, 0, start, length, **given)  # type: ignore[arg-type]
 
         if self.scheme.packing == "gptq":
-            scales = reject_nonfinite(f"{projection}.scales", Tensor.t)
+            scales = reject_overflow(f"{projection}.scales", Tensor.t, multiplied_by=self.scheme.max_value)
             zeros = partial(_check_zeros, f"{projection}.qzeros", ZERO_POINT - self.scheme.zero_offset, length)
             return [
                 slot("qweight", self.values, (words, length), lambda stored: _unpacked(stored.t()), ("I32",)),
                 slot("scales", self.scales, (groups, length), scales, FLOAT_DTYPES),
                 slot("qzeros", self._checked, (groups, length // PER_WORD), zeros, ("I32",)),
             ]
-        scales = reject_nonfinite(f"{projection}.weight_scale", lambda stored: stored)
+        scales = reject_overflow(
+            f"{projection}.weight_scale", lambda stored: stored, multiplied_by=self.scheme.max_value
+        )
         scale_slot = slot("weight_scale", self.scales, (length, groups), scales, FLOAT_DTYPES)
         if self.scheme.packing == "compressed-tensors":
             return [slot("weight_packed", self.values, (length, words), _unpacked, ("I32",)), scale_slot]

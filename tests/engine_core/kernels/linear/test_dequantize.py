@@ -27,7 +27,7 @@ def test_8_bit_weights_are_dequantized_exactly(name: str, outputs: int, inputs: 
     dtype = torch.int8 if scheme.kind == "int8" else torch.float8_e4m3fn
     values = (torch.randn(outputs, inputs, generator=generator) * 60).clamp(-127, 127).to(device, dtype)
     shape = (outputs,) if scheme.block is None else (-(-outputs // 16), -(-inputs // 128))
-    scales = torch.rand(shape, generator=generator).to(device)
+    scales = (2 * torch.rand(shape, generator=generator) - 1).to(device)
     expected = EightBitLinear(values, scales, scheme, None, torch_kernels()).dequantized(torch.float16)
     stored = values.view(torch.uint8) if name == "fp8 bits" else values
     assert torch.equal(dequantize_eight_bit(stored, scales, torch.float16), expected)
@@ -36,7 +36,7 @@ def test_8_bit_weights_are_dequantized_exactly(name: str, outputs: int, inputs: 
 @pytest.mark.parametrize(("inputs", "group"), [(2176, 32), (2176, 128), (2080, 32), (2080, 1040), (2072, 8)])
 def test_int4_weights_are_dequantized_exactly(inputs: int, group: int, device: str) -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (3, inputs // 8), dtype=torch.int32, device=device)
-    scales = torch.rand(inputs // group, 3, device=device).t()
+    scales = 2 * torch.rand(inputs // group, 3, device=device).t() - 1
     zeros = torch.randint(0, 16, (inputs // group, 3), dtype=torch.uint8, device=device).t()
     plain = Int4Linear(words, scales, zeros, Int4Scheme("gptq", group, False), None, torch_kernels())
     expected = plain.dequantized(torch.float16)

@@ -32,7 +32,7 @@ def weights(outputs: int, inputs: int, group: int, device: str) -> tuple[Weights
     """Words, scales and zero points, and the dequantized weights."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), generator=generator, dtype=torch.int32)
-    scales = torch.rand(inputs // group, outputs, generator=generator).t() / 10
+    scales = (torch.rand(inputs // group, outputs, generator=generator).t() - 0.5) / 5
     zeros = torch.randint(0, 16, (inputs // group, outputs), generator=generator, dtype=torch.uint8).t()
     spread = [tensor.repeat_interleave(group, 1) for tensor in (scales, zeros)]
     numbers = (unpack(words).float() - spread[1]) * spread[0]

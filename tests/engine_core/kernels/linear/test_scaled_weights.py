@@ -34,10 +34,10 @@ def weights(kind: str, scales: str, outputs: int, inputs: int, device: str) -> t
         fp8 = (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored, numbers = (fp8 if kind == "fp8" else fp8.view(torch.uint8)), fp8.float()
     if scales == "rows":
-        scale = torch.rand(outputs, generator=generator) / 100
+        scale = (torch.rand(outputs, generator=generator) - 0.5) / 50
         numbers = numbers * scale[:, None]
     else:
-        scale = torch.rand(-(-outputs // 16), -(-inputs // 128), generator=generator) / 100
+        scale = (torch.rand(-(-outputs // 16), -(-inputs // 128), generator=generator) - 0.5) / 50
         spread = scale.repeat_interleave(16, 0)[:outputs].repeat_interleave(128, 1)[:, :inputs]
         numbers = numbers * spread
     return stored.to(device), scale.to(device), numbers.to(device)

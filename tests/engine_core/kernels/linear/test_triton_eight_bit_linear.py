@@ -44,7 +44,7 @@ def linear(
     assert isinstance(found, TritonEightBitLinear)
     generator = torch.Generator().manual_seed(outputs)
     found.values.copy_((torch.randn(outputs, inputs, generator=generator) * 50).clamp(-127, 127).to(found.values.dtype))
-    found.scales.copy_(torch.rand(found.scales.shape, generator=generator) / 1000)
+    found.scales.copy_((torch.rand(found.scales.shape, generator=generator) - 0.5) / 500)
     assert found.bias is not None
     found.bias.fill_(0.5)
     return found

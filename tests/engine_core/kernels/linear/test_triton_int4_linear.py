@@ -34,7 +34,7 @@ def linears(outputs: int, ordered: bool, device: str) -> tuple[TritonInt4Linear,
     assert isinstance(found, TritonInt4Linear)
     generator = torch.Generator().manual_seed(outputs)
     found.words.copy_(torch.randint(-(2**31), 2**31, found.words.shape, generator=generator, dtype=torch.int32))
-    found.scales.copy_(torch.rand(found.scales.shape, generator=generator) / 100)
+    found.scales.copy_((torch.rand(found.scales.shape, generator=generator) - 0.5) / 50)
     found.zeros.copy_(torch.randint(0, 16, found.zeros.shape, generator=generator, dtype=torch.uint8))
     found.order = torch.randperm(INPUTS, generator=generator).int().to(device) if ordered else None
     assert found.bias is not None

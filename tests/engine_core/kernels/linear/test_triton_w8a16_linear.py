@@ -40,7 +40,7 @@ def linears(
     generator = torch.Generator().manual_seed(outputs)
     values = (torch.randn(outputs, INPUTS, generator=generator) * 50).clamp(-128, 127)
     found.values.copy_(values.to(found.values.dtype))
-    found.scales.copy_(torch.rand(found.scales.shape, generator=generator) / 1000)
+    found.scales.copy_((torch.rand(found.scales.shape, generator=generator) - 0.5) / 500)
     found.order = torch.randperm(INPUTS, generator=generator).int().to(device) if ordered else None
     assert found.bias is not None
     found.bias.fill_(0.5)

@@ -34,7 +34,7 @@ def case_of(kind: str, rows: int, outputs: int, inputs: int, device: str, whole:
     x = torch.randn(rows, inputs, generator=generator) * torch.logspace(-1, 1, rows)[:, None]
     values = (torch.randn(outputs, inputs, generator=generator) * 40).clamp(-127, 127).to(device, dtype)
     shape = (outputs,) if scale_rows is None else (-(-outputs // SCALE_ROWS), inputs // 128)
-    scales = (torch.rand(shape, generator=generator) / 100).to(device)
+    scales = ((torch.rand(shape, generator=generator) - 0.5) / 50).to(device)
     if whole:
         scales = scales[:: 128 // SCALE_ROWS].repeat_interleave(128 // SCALE_ROWS, 0)[: shape[0]]
     return quantize(x.to(device), to), values, scales.contiguous(), scale_rows

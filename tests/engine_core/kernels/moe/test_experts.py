@@ -32,7 +32,7 @@ class Experts:
         shapes = [(2 * experts, width, hidden), (experts, hidden, width)]
         for index, (parts, outputs, inputs) in enumerate(shapes):
             shape = (parts, outputs) if granularity == "output" else (parts, -(-outputs // 128), -(-inputs // 128))
-            self.scales[index] = torch.rand(shape, device=device) / 8
+            self.scales[index] = (torch.rand(shape, device=device) - 0.5) / 4
 
     def expected(self, x: Tensor, routed: Routed) -> Tensor:
         return moe.run_experts(x, self.gate_up, self.down, routed, Activation.SILU, *self.scales)

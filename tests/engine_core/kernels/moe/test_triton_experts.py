@@ -53,7 +53,7 @@ def random_values(scheme: EightBitScheme | None) -> dict[str, Tensor]:
                 continue
             values[f"{prefix}weight"] = (weight * 100).to(torch.float8_e4m3fn)
             shape = (1, 1) if scheme.block is not None else (HIDDEN, 1)
-            values[f"{prefix}{scheme.scale_name}"] = (torch.rand(shape) + 0.5) / 100
+            values[f"{prefix}{scheme.scale_name}"] = (torch.rand(shape) - 0.5) / 50
     return values
 
 

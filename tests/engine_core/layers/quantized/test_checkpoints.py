@@ -190,21 +190,38 @@ def test_a_part_with_groups_that_do_not_exist_is_refused(tmp_path: Path, change:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_non_finite_scales_are_refused(tmp_path: Path, layout: str, value: float) -> None:
-    save_random(tmp_path, USUAL)
-    quantize_checkpoint(tmp_path, LAYOUTS[layout])
-    path, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj."
+def set_last_scale(directory: Path, factor: float) -> str:
+    """Set a scale to the largest number of its dtype times a factor; return the name of its tensor."""
+    path, stem = directory / "model.safetensors", "model.layers.1.self_attn.k_proj."
     tensors = load_file(path)
     (name,) = [
         name
         for name in tensors
         if name.startswith(stem) and name.removeprefix(stem) in ("scales", "weight_scale", "weight_scale_inv")
     ]
-    tensors[name].view(-1)[-1] = value
+    tensors[name].view(-1)[-1] = torch.finfo(tensors[name].dtype).max * factor
     save_file(tensors, path)
+    return name
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_non_finite_scales_are_refused(tmp_path: Path, layout: str, factor: float) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, LAYOUTS[layout])
+    name = set_last_scale(tmp_path, factor)
     with pytest.raises(ConfigError, match=rf"{re.escape(name)}: .*\bscales\b.*\bNaN\b"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("factor", [0.5, -1.0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_that_overflow_are_refused(tmp_path: Path, layout: str, factor: float) -> None:
+    """They are finite, but the weights or a step may not be."""
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, LAYOUTS[layout])
+    name = set_last_scale(tmp_path, factor)
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)}: .*\bscales\b.*\b65504\b"):
         load(tmp_path)
 
 
@@ -266,11 +283,12 @@ def test_static_scales_of_inputs_are_read_and_parts_share_the_largest(tmp_path: 
     assert layers[1].mlp.gate_up.input_scale.item() == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5, float("inf"), float("nan")])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e38, float("inf"), float("nan")])
 @pytest.mark.parametrize("others", [0.5, 0.0])
 def test_a_static_scale_must_be_a_positive_number(scale: float, others: float, tmp_path: Path) -> None:
     """In any part, though only the maximum of the parts is used."""
-    message = rf"self_attn\.qkv_proj: its input_scale is {others:g}, {scale:g}, {others:g}; it must be a positive"
+    wrong = re.escape(f"{others:g}, {scale:g}, {others:g}")
+    message = rf"self_attn\.qkv_proj: its input_scale is {wrong}; it must be a positive"
     with pytest.raises(ConfigError, match=message):
         static_model(tmp_path, {"q": others, "k": scale, "v": others})
 
