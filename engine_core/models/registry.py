@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,15 @@ from tandem.engine_core.models import (
 )
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
-from tandem.engine_core.models.text_backbone import TEXT_BACKBONES, dropping_rule, text_name
+from tandem.engine_core.models.text_backbone import (
+    TEXT_BACKBONES,
+    dropped_names,
+    dropping_rule,
+    names_other_modules,
+    text_name,
+)
 from tandem.engine_core.models.unsupported import describe
-from tandem.engine_core.quantization.quantization import PACKED
+from tandem.engine_core.quantization.quantization import PACKED, Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +123,8 @@ def read_config(directory: Path) -> ModelConfig:
     if config.quantization is None or stored is None:
         return config
     named = {name: dtype for name, dtype in stored.items() if dropping_rule(name, config.multimodal) is None}
-    return structs.replace(config, quantization=config.quantization.with_stored(named))
+    quantization = replace(config.quantization, unmatched=_unmatched(config.quantization, stored))
+    return structs.replace(config, quantization=quantization.with_stored(named))
 
 
 def resolve_source(source: ConfigSource) -> ModelConfig:
@@ -185,8 +192,34 @@ def build_model(
             "served in 16 bits: %s",
             context.quantization.stored_plain,
         )
+        if entries := unmatched_entries(context.quantization, model):
+            logger.warning("%s", unmatched_text(entries))
         _log_names("%d scales of weights in 16 bits are not read: %s", context.quantization.stray)
     return model
+
+
+def unmatched_entries(quantization: Quantization, model: Model) -> tuple[str, ...]:
+    """Return the entries of a quantization config that name no module of the checkpoint, or else of the model.
+
+    Those that name modules of other modalities or of multi-token prediction are left out.
+    """
+    if quantization.unmatched is not None:
+        return quantization.unmatched
+    return _unmatched(quantization, [slot.name for slot in model.weight_slots()])
+
+
+def unmatched_text(entries: tuple[str, ...]) -> str:
+    """Name entries that `unmatched_entries` returned."""
+    more = ", ..." if len(entries) > MAX_LOGGED else ""
+    return (
+        f"{len(entries)} entries of quantization_config name no module of the model, so they change nothing: "
+        f"{', '.join(entries[:MAX_LOGGED])}{more}"
+    )
+
+
+def _unmatched(quantization: Quantization, tensors: Iterable[str]) -> tuple[str, ...]:
+    known = [*tensors, *dropped_names(), f"{EMBEDDING}.weight", f"{HEAD}.weight"]
+    return tuple(entry for entry in quantization.unmatched_entries(known) if not names_other_modules(entry))
 
 
 def _log_names(text: str, names: set[str]) -> None:

@@ -17,6 +17,14 @@ _OTHER_MODALITIES = (
 """First components of the names of tensors of other modalities, likewise."""
 
 
+def names_other_modules(entry: str) -> bool:
+    """Return whether an entry of a quantization config names modules that no text model has.
+
+    Releases list those of other modalities and of multi-token prediction even if they lack them.
+    """
+    return any(first in entry for first in (*_MULTI_TOKEN, *_OTHER_MODALITIES))
+
+
 def dropping_rule(name: str, multimodal: bool) -> str | None:
     """Return the rule by which a tensor is not read, such as "mtp.*", None for those of the text model.
 
@@ -25,6 +33,15 @@ def dropping_rule(name: str, multimodal: bool) -> str | None:
     first = name.removeprefix("model.").partition(".")[0]
     dropped = first in _MULTI_TOKEN or (multimodal and first in _OTHER_MODALITIES)
     return f"{first}.*" if dropped else None
+
+
+def dropped_names() -> list[str]:
+    """Return a tensor name for each rule of `dropping_rule`."""
+    return [
+        f"{prefix}{first}.layers.0.proj.weight"
+        for first in (*_MULTI_TOKEN, *_OTHER_MODALITIES)
+        for prefix in ("", "model.")
+    ]
 
 
 def text_name(name: str, multimodal: bool) -> str | None:

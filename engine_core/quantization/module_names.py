@@ -116,6 +116,32 @@ class ModuleNames:
                     return pattern.entry
         return None
 
+    def unmatched(self, names: Mapping[str, str]) -> Iterator[str]:
+        """Yield the entries that none of these modules is in.
+
+        names: of modules in the checkpoint, by those of the text model.
+        """
+        yield from (entry for name, entry in self.exact.items() if name not in names)
+        if self.dotted:
+            split = [name.split(".") for name in names]
+            runs = {
+                ".".join(components[start : start + length])
+                for components in split
+                for length in self.dotted_lengths
+                for start in range(len(components) - length + 1)
+            }
+            yield from (entry for part, entry in self.dotted.items() if part not in runs)
+        text = "\n".join([f"{name}." for name in names])
+        yield from (entry for part, entry in self.substrings.items() if part not in text)
+        spelled = [(tuple(spellings(name)), stored_as) for name, stored_as in names.items()] if self.patterns else []
+        texts = ["\n".join((*own, stored_as)) for own, stored_as in spelled]
+        for pattern in self.patterns:
+            if not any(
+                pattern.literal in text and pattern.matches(own, stored_as)
+                for text, (own, stored_as) in zip(texts, spelled, strict=True)
+            ):
+                yield pattern.entry
+
 
 def _compile_entry(entry: str) -> NamePattern:
     if entry.startswith("re:"):

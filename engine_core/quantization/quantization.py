@@ -55,6 +55,8 @@ class Quantization:
     """Name in the checkpoint of each module, by that in the text model."""
     stored_plain: set[str] = field(default_factory=set, repr=False, compare=False)
     """Layers that the config calls quantized and that `scheme_for` found stored in 16 bits."""
+    unmatched: tuple[str, ...] | None = None
+    """Entries of the config that no module is in, see `unmatched_entries`; None: unknown."""
     stray: set[str] = field(default_factory=set, repr=False, compare=False)
     """Scales and zero points that `scheme_for` found for weights in 16 bits; they are not read."""
 
@@ -76,6 +78,17 @@ class Quantization:
             stored.setdefault(module, {})[last] = dtype
             stored_as[module] = name.rpartition(".")[0]
         return replace(self, stored=stored, stored_as=stored_as, stored_plain=set(), stray=set())
+
+    def unmatched_entries(self, tensors: Iterable[str]) -> list[str]:
+        """Return the entries of rules that no module with one of these tensors is in.
+
+        tensors: names in the checkpoint, of any modality.
+        """
+        modules = {name.rpartition(".")[0] for name in tensors}
+        names = {text_model_name(name): name for name in modules}
+        found = dict.fromkeys(entry for rule in self.rules for entry in rule.names.unmatched(names))
+        # Classes of modules start with a capital letter.
+        return [entry for entry in found if not entry[:1].isupper()]
 
     def scheme_for(self, name: str) -> Scheme | None:
         """Return the scheme of a linear layer, None if it is not quantized.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.engine_core.config import EngineConfig, uncached_by
 from tandem.engine_core.errors import ConfigError
@@ -22,7 +22,13 @@ from tandem.engine_core.loader.fit import check_fit
 from tandem.engine_core.loader.header import TORCH_DTYPES
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.config_fields import ConfigSource
-from tandem.engine_core.models.registry import build_model, open_checkpoint, resolve_source
+from tandem.engine_core.models.registry import (
+    build_model,
+    open_checkpoint,
+    resolve_source,
+    unmatched_entries,
+    unmatched_text,
+)
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
 from tandem.engine_core.startup import pool_text
 from tandem.engine_core.startup.device import check_gpu, check_installed
@@ -81,6 +87,8 @@ def preflight(
         model["weights"] = _weights_line(resolved, weights, formats)
         if formats.note:
             model["16-bit layers"] = formats.note
+        if formats.unmatched:
+            model["unused entries"] = formats.unmatched
         is_cpu = resolved.config.device == "cpu"
         free, total = (cpu_free(), cpu_total()) if is_cpu else (gpus[0].free, gpus[0].total)
         try:
@@ -128,7 +136,10 @@ def _check_weights(source: ModelSource, are_here: bool) -> tuple[WeightFormats, 
     model = build_model(source.model, context, checkpoint=checkpoint)
     if checkpoint is not None:
         check_fit(checkpoint, model.weight_slots())
-    formats = WeightFormats() if checkpoint is None else weight_formats(checkpoint, source.model.quantization)
+    quantization = source.model.quantization
+    formats = WeightFormats() if checkpoint is None else weight_formats(checkpoint, quantization)
+    if quantization is not None and (entries := unmatched_entries(quantization, model)):
+        formats = structs.replace(formats, unmatched=unmatched_text(entries))
     return formats, model_bytes(model)
 
 

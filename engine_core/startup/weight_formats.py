@@ -24,6 +24,8 @@ class WeightFormats(Struct, frozen=True):
     """Number of layers in each format, empty if unknown."""
     note: str = ""
     """The layers that the config calls quantized but are not, empty if there are none."""
+    unmatched: str = ""
+    """The entries of the config that name no module, empty if there are none."""
 
 
 def weight_formats(checkpoint: Checkpoint, quantization: Quantization | None) -> WeightFormats:

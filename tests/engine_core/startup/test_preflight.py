@@ -305,7 +305,7 @@ def test_the_layers_of_a_mixed_checkpoint_are_counted_by_format(tmp_path: Path) 
     save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
     layout = LAYOUTS["fp8_block"]
     quantize_layers(tmp_path, lambda name: layout if name.endswith(("q_proj", "k_proj", "v_proj")) else None,
-                    layout.config | {"modules_to_not_convert": ["o_proj"]})  # fmt: skip
+                    layout.config | {"modules_to_not_convert": ["o_proj", "o_prj", "re:.*mtp.*"]})  # fmt: skip
     num_layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
     total, plain = 7 * num_layers, 4 * num_layers
     model = preflight_of(tmp_path, device="cpu").model
@@ -314,6 +314,7 @@ def test_the_layers_of_a_mixed_checkpoint_are_counted_by_format(tmp_path: Path) 
     # o_proj is excluded by the config.
     assert numbers_in(model["16-bit layers"])[0] == 3 * num_layers
     assert "model.layers.0.mlp.down_proj" in model["16-bit layers"] and "o_proj" not in model["16-bit layers"]
+    assert model["unused entries"].endswith(": o_prj")
 
 
 def test_a_checkpoint_without_quantized_layers_is_not_slow(tmp_path: Path) -> None:
@@ -329,4 +330,4 @@ def test_all_layers_in_one_format_are_not_counted(name: str, tmp_path: Path) -> 
     save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
     quantize_checkpoint(tmp_path, LAYOUTS[name])
     model = preflight_of(tmp_path, device="cpu").model
-    assert ", linear layers" in model["weights"] and "16-bit layers" not in model
+    assert ", linear layers" in model["weights"] and not {"16-bit layers", "unused entries"} & model.keys()

@@ -256,6 +256,31 @@ def test_plain_weights_that_the_config_quantizes_are_served_and_logged(
     assert line.startswith("3 linear layers") and DOWN in line
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case != "awq with a trailing dot"])
+def test_no_entry_of_a_release_is_unmatched(case: str, tmp_path: Path) -> None:
+    """Those of a vision tower and of several tokens are not, whether or not the checkpoint has them."""
+    layout, plain, config = CASES[case]
+    write(tmp_path, layout, plain, config)
+    quantization = read_config(tmp_path).quantization
+    assert quantization is not None and quantization.unmatched == ()
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_entries_that_name_no_module_are_logged(
+    has_weights: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = ["lm_head", "o_prj", "re:.*mlpp.*", "re:.*vision.*", "re:.*mtp.*", "input_layernorm", "v_proj"]
+    write(tmp_path, FP8_BLOCK, "v_proj", {"modules_to_not_convert": listed})
+    if has_weights:
+        load(tmp_path)
+    else:
+        (tmp_path / "model.safetensors").unlink()
+        config = read_config(tmp_path)
+        build_model(config, torch_build_context(torch.device("meta"), torch.float32, config.quantization))
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage().endswith(": o_prj, re:.*mlpp.*")
+
+
 @pytest.mark.parametrize(
     ("layout", "config", "words"),
     [
