@@ -19,7 +19,6 @@ from tandem.protocol.events import (
     SequenceTimes,
     Started,
     TokenLogprobs,
-    VerifiedDrafts,
 )
 
 
@@ -34,7 +33,10 @@ class TokenDelta(Struct, frozen=True):
     tokens: list[int]
     """Token ids; the tokens of one request are in order."""
     logprobs: list[TokenLogprobs] = []
-    drafts: list[VerifiedDrafts] = []
+    drafted: list[int] = []
+    """Request of each row whose drafts were verified."""
+    drafts: list[int] = []
+    """Three numbers for each of them, as in `DetailedOutput.drafts`."""
 
 
 class StepLogprobs(Struct, frozen=True):

@@ -6,7 +6,7 @@ The loop writes them, the heartbeat thread encodes them; nothing else reads them
 from collections.abc import Callable
 
 from tandem.engine_core.sequence import Sequence
-from tandem.protocol.events import Failure, Finished, VerifiedDrafts
+from tandem.protocol.events import Failure, Finished
 from tandem.protocol.stats import EngineStats, Histogram
 
 QUEUE_SECONDS = [
@@ -79,14 +79,17 @@ def count_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
     stats.prompt_tokens_cached += seq.cache.num_cached_tokens
 
 
-def count_verified(stats: EngineStats, drafts: VerifiedDrafts) -> None:
-    """Count the drafts of a row of a step, and those that were right."""
-    stats.spec_decode_num_drafts += 1
-    stats.spec_decode_num_draft_tokens += drafts.drafted
-    stats.spec_decode_num_accepted_tokens += drafts.accepted
+def count_verified(stats: EngineStats, drafted: list[int], accepted: list[int]) -> None:
+    """Count the drafts of rows of a step.
+
+    drafted: number of drafts of each row, at least one; accepted: of those that were right.
+    """
+    stats.spec_decode_num_drafts += len(drafted)
+    stats.spec_decode_num_draft_tokens += sum(drafted)
+    stats.spec_decode_num_accepted_tokens += sum(accepted)
     by_index = stats.spec_decode_num_accepted_tokens_per_pos
-    for index in map(str, range(drafts.accepted)):
-        by_index[index] = by_index.get(index, 0) + 1
+    for index in range(max(accepted, default=0)):
+        by_index[str(index)] = by_index.get(str(index), 0) + sum([count > index for count in accepted])
 
 
 def count_end(stats: EngineStats, seq: Sequence, now: float) -> None:

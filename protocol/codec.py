@@ -15,7 +15,7 @@ import msgspec
 
 from tandem.protocol.commands import AnyCommand
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import AnyEvent, DetailedOutput, StepOutput, TokenLogprobs, VerifiedDrafts
+from tandem.protocol.events import AnyEvent, DetailedOutput, SequenceTimes, StepOutput, TokenLogprobs
 
 ID_BYTES = 4
 """Bytes of one token id, or of one float, on the wire."""
@@ -134,22 +134,23 @@ def runs(output: StepOutput) -> Iterable[tuple[int, list[int]]]:
     return zip(request_ids, [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)], strict=True)
 
 
-def pack_drafts(verified: Sequence[VerifiedDrafts]) -> tuple[bytes, bytes]:
-    """Return the columns `drafted` and `drafts` of a DetailedOutput."""
-    ids = [drafts.request_id for drafts in verified]
-    return _pack("Q", ids), bytes([number for drafts in verified for number in drafts[1:]])
+def with_details(
+    output: StepOutput, times: list[SequenceTimes], drafted: Sequence[int] = (), drafts: Sequence[int] = ()
+) -> DetailedOutput:
+    """Return an output with the times of sequences, and with the columns `drafted` and `drafts`."""
+    columns = output.request_ids, output.counts, output.tokens
+    return DetailedOutput(output.step_id, *columns, times=times, drafted=_pack("Q", drafted), drafts=bytes(drafts))
 
 
-def read_drafts(output: DetailedOutput) -> list[VerifiedDrafts]:
-    """Return the verified drafts of a step output.
+def read_drafts(output: DetailedOutput) -> Iterable[tuple[int, int, int, int]]:
+    """Return the columns `drafted` and `drafts` of a step output, row by row.
 
     Raises ProtocolError if the columns disagree.
     """
     ids, numbers = _unpack("Q", output.drafted), output.drafts
     if len(numbers) != 3 * len(ids):
         raise ProtocolError(f"columns disagree: {len(ids)} requests with drafts, {len(numbers)} bytes about them")
-    columns = zip(ids, numbers[::3], numbers[1::3], numbers[2::3], strict=True)
-    return [VerifiedDrafts(number, drafted, accepted, bool(source)) for number, drafted, accepted, source in columns]
+    return zip(ids, numbers[::3], numbers[1::3], numbers[2::3], strict=True)
 
 
 def read_logprobs(logprobs: TokenLogprobs) -> list[tuple[float, list[int], list[float]]]:

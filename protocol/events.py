@@ -4,7 +4,7 @@ They go to one frontend, except the heartbeat, which is published.
 """
 
 from enum import StrEnum
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from msgspec import Struct, field
 
@@ -169,18 +169,6 @@ class SequenceTimes(Struct, frozen=True, array_like=True):
     preemptions: int = 0
 
 
-class VerifiedDrafts(NamedTuple):
-    """Drafts of a sequence that one step verified, at least one."""
-
-    request_id: int
-    drafted: int
-    """Number of the drafts."""
-    accepted: int
-    """Number of those that were right, also behind a token that ended the sequence."""
-    is_predicted: bool = False
-    """True if they are from the prediction of the request."""
-
-
 class DetailedOutput(StepOutput, frozen=True, array_like=True, tag=7):
     """Output of a step with what most steps do not have."""
 
@@ -189,7 +177,8 @@ class DetailedOutput(StepOutput, frozen=True, array_like=True, tag=7):
     drafted: bytes = b""
     """Requests whose drafts were verified, once for each step, packed as little-endian uint64."""
     drafts: bytes = b""
-    """Three bytes for each of them: `drafted`, `accepted` and `is_predicted` of its `VerifiedDrafts`."""
+    """Three bytes for each of them: the number of its drafts, that of the right ones, also behind a token that ended
+    the sequence, and 1 if the drafts are from the prediction of the request, else 0."""
 
 
 class Phase(StrEnum):

@@ -11,7 +11,7 @@ from tandem.engine_core.contracts import NO_TOKEN, Constraint, InternedList, Mas
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished, Started, VerifiedDrafts
+from tandem.protocol.events import Failure, Finished, Started
 
 
 class SchedulerUpdates(Struct):
@@ -35,11 +35,6 @@ class SchedulerUpdates(Struct):
     def num_tokens(self) -> int:
         """Number of new tokens over all frontends."""
         return sum([len(delta.tokens) for delta in self.deltas.values()])
-
-    @property
-    def verified(self) -> list[VerifiedDrafts]:
-        """Drafts of all rows that had some."""
-        return [drafts for delta in self.deltas.values() for drafts in delta.drafts]
 
     def delta(self, client: bytes) -> TokenDelta:
         """Return the delta that collects a frontend's tokens."""

@@ -20,7 +20,7 @@ from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, S
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished, VerifiedDrafts
+from tandem.protocol.events import Failure, Finished
 
 
 class Scheduler:
@@ -274,8 +274,9 @@ class Scheduler:
             seq.num_scheduled_tokens = min(scheduled, seq.kv_len)
             self.planner.drafts.observe(seq, num_drafts, len(run) - 1)
             if num_drafts:
-                verified = VerifiedDrafts(seq.request_id, num_drafts, len(run) - 1, is_predicted)
-                self.updates.delta(seq.client).drafts.append(verified)
+                delta = self.updates.delta(seq.client)
+                delta.drafted.append(seq.request_id)
+                delta.drafts.extend((num_drafts, len(run) - 1, is_predicted))
             if outcome is not None:
                 self.end(seq, outcome)
 

@@ -193,7 +193,9 @@ class ZmqMailbox:
         box.tokens += delta.tokens
         if delta.logprobs:
             box.add_logprobs(delta.logprobs)
-        box.drafts += delta.drafts
+        if delta.drafted:
+            box.drafted += delta.drafted
+            box.drafts += delta.drafts
 
     def add_start(self, client: bytes, started: Started) -> None:
         if self._launches is not None:

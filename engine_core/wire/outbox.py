@@ -1,14 +1,12 @@
 """Output of one frontend until it can be sent."""
 
-from tandem.protocol.codec import encode, pack_drafts, step_output
+from tandem.protocol.codec import encode, step_output, with_details
 from tandem.protocol.events import (
-    DetailedOutput,
     Failure,
     Finished,
     SequenceTimes,
     Started,
     TokenLogprobs,
-    VerifiedDrafts,
 )
 
 MAX_UNSENT_BYTES = 64 * 2**20
@@ -30,8 +28,8 @@ class Outbox:
     """
 
     __slots__ = (
-        *("drafts", "failures", "finished", "logprobs", "request_ids", "started", "times", "tokens", "unsent"),
-        *("_logprob_bytes", "_refused_at"),
+        *("drafted", "drafts", "failures", "finished", "logprobs", "request_ids", "started", "times", "tokens"),
+        *("_logprob_bytes", "_refused_at", "unsent"),
     )
 
     def __init__(self) -> None:
@@ -42,7 +40,8 @@ class Outbox:
         self.failures: list[Failure] = []
         self.started: list[Started] = []
         self.times: list[SequenceTimes] = []
-        self.drafts: list[VerifiedDrafts] = []
+        self.drafted: list[int] = []
+        self.drafts: list[int] = []
         self.unsent: bytes | None = None
         """Encoded message that could not be sent."""
         self._logprob_bytes = 0
@@ -60,7 +59,7 @@ class Outbox:
         """Size of all that is kept, in bytes, within a few per cent."""
         unsent = len(self.unsent) if self.unsent is not None else 0
         events = len(self.finished) + len(self.failures) + len(self.started) + len(self.times)
-        columns = _TOKEN_BYTES * (len(self.tokens) + len(self.drafts))
+        columns = _TOKEN_BYTES * (len(self.tokens) + len(self.drafted))
         return unsent + columns + _EVENT_BYTES * events + self._logprob_bytes
 
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
@@ -86,16 +85,14 @@ class Outbox:
     def encode(self, step_id: int) -> bytes:
         """Encode the columns as one message and empty them."""
         output = step_output(step_id, self.request_ids, self.tokens)
-        if self.times or self.drafts:  # a message of another kind, so that others do not grow
-            drafted, drafts = pack_drafts(self.drafts)
-            columns = output.request_ids, output.counts, output.tokens
-            output = DetailedOutput(step_id, *columns, times=[*self.times], drafted=drafted, drafts=drafts)
+        if self.times or self.drafted:  # a message of another kind, so that others do not grow
+            output = with_details(output, [*self.times], self.drafted, self.drafts)
         output.finished.extend(self.finished)
         output.failures.extend(self.failures)
         output.logprobs.extend(self.logprobs)
         output.started.extend(self.started)
         events = (self.finished, self.failures, self.logprobs, self.started, self.times)
-        for column in (self.request_ids, self.tokens, self.drafts, *events):
+        for column in (self.request_ids, self.tokens, self.drafted, self.drafts, *events):
             column.clear()
         self._logprob_bytes = 0
         return encode(output)

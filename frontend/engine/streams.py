@@ -16,7 +16,6 @@ from tandem.protocol.events import (
     SequenceTimes,
     StepOutput,
     TokenLogprobs,
-    VerifiedDrafts,
 )
 
 logger = logging.getLogger(__name__)
@@ -163,13 +162,13 @@ class DraftCounts(Struct):
     """Number of those from the prediction of the request; likewise `accepted_predicted`, among the right ones."""
     accepted_predicted: int = 0
 
-    def add(self, verified: VerifiedDrafts) -> None:
+    def add(self, drafted: int, accepted: int, is_predicted: bool) -> None:
         """Count the drafts of one step."""
-        self.drafted += verified.drafted
-        self.accepted += verified.accepted
-        if verified.is_predicted:
-            self.predicted += verified.drafted
-            self.accepted_predicted += verified.accepted
+        self.drafted += drafted
+        self.accepted += accepted
+        if is_predicted:
+            self.predicted += drafted
+            self.accepted_predicted += accepted
 
 
 class TokenStream:
@@ -281,9 +280,9 @@ class OpenStreams:
             for times in output.times:
                 if (stream := streams.get(times.request_id)) is not None:
                     stream.times = times
-            for verified in read_drafts(output):
-                if (stream := streams.get(verified.request_id)) is not None:
-                    stream.drafts.add(verified)
+            for request_id, drafted, accepted, source in read_drafts(output):
+                if (stream := streams.get(request_id)) is not None:
+                    stream.drafts.add(drafted, accepted, source > 0)
         for started in output.started:
             if (stream := streams.get(started.request_id)) is not None:
                 stream.cached_tokens = started.cached_tokens

@@ -17,7 +17,7 @@ from tandem.engine_core.stats import (
 )
 from tandem.protocol.codec import decode_event, encode
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished, Heartbeat, Phase, VerifiedDrafts
+from tandem.protocol.events import Failure, Finished, Heartbeat, Phase
 from tandem.protocol.stats import Histogram
 from tests.fakes.clock import FakeClock
 
@@ -90,8 +90,9 @@ def test_stages_share_the_time_between_two_marks() -> None:
 def test_verified_drafts_are_counted_as_vllm_counts_them() -> None:
     """As in its `SpecDecodingStats.observe_draft`: per row and step; a right draft at its index in the draft."""
     stats = new_stats()
-    for drafts in (VerifiedDrafts(1, 3, 2), VerifiedDrafts(2, 1, 0), VerifiedDrafts(1, 7, 7, True)):
-        count_verified(stats, drafts)
+    count_verified(stats, [3, 1], [2, 0])
+    count_verified(stats, [7], [7])
+    count_verified(stats, [], [])
     assert stats.spec_decode_num_drafts == 3
     assert stats.spec_decode_num_draft_tokens == 11
     assert stats.spec_decode_num_accepted_tokens == 9

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import zmq
 
-from tandem.protocol.codec import decode_command, encode, pack_drafts, step_output, unpack_ids
+from tandem.protocol.codec import decode_command, encode, step_output, unpack_ids, with_details
 from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Pause, Resume, SetPolicy, Submit
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -30,7 +30,6 @@ from tandem.protocol.events import (
     SequenceTimes,
     Started,
     StepOutput,
-    VerifiedDrafts,
 )
 from tandem.protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
 from tandem.protocol.stats import EngineStats
@@ -275,12 +274,8 @@ class FakeEngine:
                 [len(run) for run in runs],
             )
             if any(row.submit.is_traced for row in rows) or self.drafts:
-                drafted, numbers = pack_drafts([VerifiedDrafts(row.request_id, *self.drafts) for row in rows])
-                output = DetailedOutput(
-                    *(output.step_id, output.request_ids, output.counts, output.tokens),
-                    drafted=drafted,
-                    drafts=numbers,
-                )
+                drafted = [row.request_id for row in rows] if self.drafts else []
+                output = with_details(output, [], drafted, self.drafts * len(rows))
             for row, run in zip(rows, runs, strict=True):
                 output.logprobs.extend(row.logprobs(len(run)))
                 if row.position == len(row.submit.prompt_ids) // 4 and (cached := self.cached(row.submit)):

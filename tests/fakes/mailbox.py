@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.protocol.commands import AnyCommand
-from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogprobs, VerifiedDrafts
+from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogprobs
 
 
 class FakeMailbox:
@@ -19,7 +19,9 @@ class FakeMailbox:
         self.replies: list[tuple[bytes, AnyEvent]] = []
         self.received: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         self.logprobs: dict[tuple[bytes, int], list[TokenLogprobs]] = defaultdict(list)
-        self.drafts: dict[tuple[bytes, int], list[VerifiedDrafts]] = defaultdict(list)
+        self.drafts: dict[tuple[bytes, int], list[tuple[int, int, bool]]] = defaultdict(list)
+        """Drafts, right ones, and whether they are from its prediction, for each request and step that verified some.
+        """
         self.outcomes: dict[tuple[bytes, int], list[Finished | Failure]] = defaultdict(list)
         self.times: dict[tuple[bytes, int], list[SequenceTimes]] = defaultdict(list)
         self.cached: dict[tuple[bytes, int], int] = {}
@@ -65,9 +67,10 @@ class FakeMailbox:
             key = client, part.request_id
             assert key not in self.outcomes, f"log-probabilities for {part.request_id} after its terminal event"
             self.logprobs[key].append(part)
-        for drafts in delta.drafts:
-            assert (client, drafts.request_id) not in self.outcomes, f"{drafts} after the terminal event"
-            self.drafts[client, drafts.request_id].append(drafts)
+        columns = (delta.drafted, delta.drafts[::3], delta.drafts[1::3], delta.drafts[2::3])
+        for request_id, drafted, accepted, source in zip(*columns, strict=True):
+            assert (client, request_id) not in self.outcomes, f"drafts for {request_id} after its terminal event"
+            self.drafts[client, request_id].append((drafted, accepted, source > 0))
         self._pending.add(client)
 
     def add_start(self, client: bytes, started: Started) -> None:

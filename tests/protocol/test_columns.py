@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tandem.protocol.codec import (
     decode_event,
     encode,
-    pack_drafts,
     pack_floats,
     pack_ids,
     read_drafts,
@@ -18,9 +17,10 @@ from tandem.protocol.codec import (
     step_output,
     unpack_floats,
     unpack_ids,
+    with_details,
 )
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import DetailedOutput, StepOutput, TokenLogprobs, VerifiedDrafts
+from tandem.protocol.events import DetailedOutput, StepOutput, TokenLogprobs
 from tests.support.messages import FLOAT32, INT32, UINT64
 
 RUNS = st.lists(st.tuples(UINT64, st.lists(INT32, max_size=6)), max_size=8)
@@ -145,11 +145,15 @@ def test_partial_logprob_records_are_protocol_errors(top: int, size: int) -> Non
         read_logprobs(TokenLogprobs(1, 0, top, bytes(size)))
 
 
-@given(st.lists(st.builds(VerifiedDrafts, UINT64, st.integers(0, 255), st.integers(0, 255), st.booleans()), max_size=8))
-def test_verified_drafts_round_trip(verified: list[VerifiedDrafts]) -> None:
-    drafted, drafts = pack_drafts(verified)
-    decoded = decode_event(encode(DetailedOutput(1, b"", b"", b"", drafted=drafted, drafts=drafts)))
-    assert isinstance(decoded, DetailedOutput) and read_drafts(decoded) == verified
+BYTE = st.integers(0, 255)
+
+
+@given(st.lists(st.tuples(UINT64, BYTE, BYTE, BYTE), max_size=8))
+def test_drafts_round_trip(verified: list[tuple[int, int, int, int]]) -> None:
+    numbers = [number for row in verified for number in row[1:]]
+    output = with_details(step_output(1, [], []), [], [row[0] for row in verified], numbers)
+    decoded = decode_event(encode(output))
+    assert isinstance(decoded, DetailedOutput) and [*read_drafts(decoded)] == verified
 
 
 @pytest.mark.parametrize(("drafted", "drafts"), [(b"", b"\x01"), (bytes(8), b"\x01\x01"), (bytes(9), bytes(3))])

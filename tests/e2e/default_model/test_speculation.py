@@ -15,7 +15,7 @@ from tests.support.session_calls import end
 
 QUESTION = [{"role": "user", "content": "What does textwrap.dedent do?"}]
 COPY = "import os\nimport sys\n" * 4
-"""Text that the model goes on with."""
+"""Text after which the model, where nothing ends it, repeats its end."""
 DRAFTS = "tandem_spec_decode_num_drafts_total"
 DRAFTED = "tandem_spec_decode_num_draft_tokens_total"
 ACCEPTED = "tandem_spec_decode_num_accepted_tokens_total"
@@ -210,7 +210,7 @@ def test_offline_results_count_drafts(answer: str) -> None:
     with LLM(speculate="ngram", log_level="warning") as llm:
         [result] = llm.chat(QUESTION, temperature=0, max_tokens=64, prediction=prediction)
         [copied, plain] = [
-            llm.generate(COPY, temperature=0, max_tokens=24, ignore_eos=True, speculation=wanted)[0]
+            llm.generate(COPY, temperature=0, max_tokens=64, ignore_eos=True, speculation=wanted)[0]
             for wanted in (True, False)
         ]
     assert result.text == answer

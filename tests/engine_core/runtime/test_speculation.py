@@ -196,10 +196,10 @@ def test_a_prediction_of_the_answer_is_accepted(kind: str, temperature: float, f
             driven.submit(prompt, params, prediction=pack_ids(prediction))
         driven.run()
     assert [driven.tokens(number) for number in (1, 2, 3)] == plain
-    found = [[v for v in driven.mailbox.drafts[CLIENT, number] if v.is_predicted] for number in (1, 2, 3)]
-    accepted = [sum(verified.accepted for verified in drafts) for drafts in found]
+    found = [[row for row in driven.mailbox.drafts[CLIENT, number] if row[2]] for number in (1, 2, 3)]
+    accepted = [sum(right for _, right, _ in drafts) for drafts in found]
     assert not found[1] and 8 <= accepted[0] <= 10 and accepted[2] >= 16
-    assert sum(verified.drafted for verified in found[0]) > accepted[0]
+    assert sum(drafted for drafted, _, _ in found[0]) > accepted[0]
 
 
 def test_a_prediction_survives_a_preemption(folder: Path) -> None:
@@ -214,4 +214,4 @@ def test_a_prediction_survives_a_preemption(folder: Path) -> None:
     assert [driven.tokens(number) for number in (1, 2, 3)] == plain
     for number in (1, 2, 3):
         drafts = driven.mailbox.drafts[CLIENT, number]
-        assert sum(verified.accepted for verified in drafts if verified.is_predicted) >= 24
+        assert sum(right for _, right, is_predicted in drafts if is_predicted) >= 24

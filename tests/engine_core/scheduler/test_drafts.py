@@ -46,7 +46,7 @@ def test_runs_of_any_length_are_committed() -> None:
     updates = scheduler.commit(plan, result_of([20, 21, 22], [23], [24, 25, 26, 27]))
     delta = updates.deltas[b"c"]
     assert delta.request_ids == [1, 1, 1, 2, 3, 3, 3, 3] and delta.tokens == list(range(20, 28))
-    assert updates.verified == [(1, 3, 2, False), (2, 3, 0, False), (3, 3, 3, False)]
+    assert (delta.drafted, delta.drafts) == ([1, 2, 3], [3, 2, 0, 3, 0, 0, 3, 3, 0])
     assert [seq.pending for seq in sequences] == [1, 1, 1]
     plan = launched(scheduler, 3)
     assert [(row.start, row.length) for row in plan.rows] == [(8, 1), (6, 1), (9, 1)]
@@ -102,7 +102,7 @@ def test_a_run_ends_at_the_maximum_length(run: list[int]) -> None:
     updates = scheduler.commit(began(scheduler, seq), result_of(run))
     assert updates.deltas[b"c"].tokens == [20, 21]
     assert seq.outcome == Finished(1, FinishReason.LENGTH)
-    assert updates.verified == [(1, 3, len(run) - 1, False)]
+    assert updates.deltas[b"c"].drafts == [3, len(run) - 1, 0]
     assert scheduler.memory.usage.in_use == 0 and not list(scheduler.held)
 
 
@@ -145,7 +145,8 @@ def test_a_row_with_a_grammar_gets_one_token_of_a_step_in_which_others_verify_dr
     result = StepResult([1, 3], [20, 24, 25, 26], num_drafts=[0, 3])
     assert masked_tokens(plan, result, masks) == [20]
     updates = scheduler.commit(plan, result)
-    assert updates.deltas[b"c"].tokens == [20, 24, 25, 26] and updates.verified == [(2, 3, 2, False)]
+    delta = updates.deltas[b"c"]
+    assert (delta.tokens, delta.drafted, delta.drafts) == ([20, 24, 25, 26], [2], [3, 2, 0])
     assert (seq.num_scheduled_tokens, seq.drafts.drafted) == (len(seq.tokens) - 1, 0)
     assert launched(scheduler, 3).num_drafts == 3 and scheduler.audit() == []
 

@@ -14,7 +14,6 @@ from tandem.protocol.events import (
     Started,
     StepOutput,
     TokenLogprobs,
-    VerifiedDrafts,
 )
 
 
@@ -65,12 +64,14 @@ def test_log_probabilities_of_many_steps_share_one_message(told: list[tuple[int,
 
 
 def test_drafts_of_many_steps_share_one_message_of_another_kind() -> None:
-    box, told = Outbox(), [VerifiedDrafts(4, 3, 2, True), VerifiedDrafts(5, 1, 0, False), VerifiedDrafts(4, 7, 7, True)]
-    box.drafts += told
+    box, told = Outbox(), [(4, 3, 2, 1), (5, 1, 0, 0), (4, 7, 7, 1)]
+    for request_id, *numbers in told:
+        box.drafted.append(request_id)
+        box.drafts += numbers
     assert box.num_bytes >= 11 * len(told)
     box.times.append(SequenceTimes(4))
     output = message(box)
-    assert isinstance(output, DetailedOutput) and read_drafts(output) == told and output.times == [SequenceTimes(4)]
+    assert isinstance(output, DetailedOutput) and [*read_drafts(output)] == told and output.times == [SequenceTimes(4)]
     assert type(message(box)) is StepOutput
 
 
