@@ -212,7 +212,12 @@ class StateCache:
         """Return whether a waiting sequence has to wait for the checkpoint that it has found last."""
         seq_id, position = seq.cache.awaited_state
         producer = self._producers.get(seq_id)
-        return producer is not None and producer.priority >= seq.priority and position in self._expected(producer)
+        return (
+            producer is not None
+            and producer.outcome is None
+            and producer.priority >= seq.priority
+            and position in self._expected(producer)
+        )
 
     def find_awaited(self, seq: Sequence, limit: int) -> int:
         """Note the last checkpoint that a waiting sequence could begin with and a running one will save.
@@ -222,7 +227,7 @@ class StateCache:
         """
         seq.cache.awaited_state, found = (-1, 0), 0
         for producer in self._producers.values():
-            if producer.priority < seq.priority or producer.cache.namespace != seq.cache.namespace:
+            if producer.priority < seq.priority or producer.cache.namespace != seq.cache.namespace or producer.outcome:
                 continue
             for position in self._expected(producer):
                 if found < position <= limit and _share(seq, producer, position, self._interval):

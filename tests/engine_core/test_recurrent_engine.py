@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 
 from tandem.engine_core.errors import ConfigError, FatalError
+from tandem.engine_core.kernels.delta_rule.state import RING
 from tandem.engine_core.startup import engine as startup_engine
 from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.preflight import preflight
@@ -49,6 +50,8 @@ def generate(asked: EngineOptions, prompts: list[list[int]], parts: Callable[[st
         driven = DrivenEngine.build(asked, parts)
         found = driven.generate(prompts, [PARAMS] * len(prompts))
     assert driven.engine.scheduler.audit() == []
+    repeats = len({*map(tuple, prompts)}) < len(prompts)
+    assert not repeats or driven.engine.scheduler.memory.num_hit_tokens >= sum([(n - 1) // 16 * 16 for n in LENGTHS])
     assert (driven.engine.stats.preemptions > 0) == (asked.kv_tokens == FEW_TOKENS)
     return found
 
@@ -80,6 +83,7 @@ def test_graphs_give_the_tokens_of_transformers(
     folder, prompts, expected = checkpoint
     asked = options(folder, device="cuda", max_step_tokens=64, **graphs)
     assert generate(asked, prompts, oracle_parts) == expected
+    assert generate(asked, prompts * 2, oracle_parts) == expected * 2, "the second half continues cached prompts"
 
 
 def test_pages_that_end_between_two_states_need_the_prefix_cache_off(
@@ -101,6 +105,15 @@ def test_a_step_that_runs_out_of_memory_ends_the_engine(
     error = torch.OutOfMemoryError("no room")
     with patch.object(runtime_of(driven).model, "forward", side_effect=error), pytest.raises(FatalError):
         driven.run()
+
+
+def test_steps_are_timed_with_rows_that_read_their_states(
+    checkpoint: tuple[Path, list[list[int]], list[list[int]]],
+) -> None:
+    tables = runtime_of(DrivenEngine.build(options(checkpoint[0], max_rows=20))).tables
+    lengths = tables.sampling.lengths[1:].tolist()
+    assert min(lengths) > RING
+    assert len(set(lengths[:16])) > 8
 
 
 def test_the_preflight_check_prints_the_state(checkpoint: tuple[Path, list[list[int]], list[list[int]]]) -> None:

@@ -5,6 +5,8 @@ from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.kv_cache.state_slots import StateSlots
+from tandem.engine_core.kv_cache.states import StateCache
 
 STRANGER = 10_000
 """Owner of pages that no sequence of a test has."""
@@ -18,10 +20,19 @@ def kv_memory(
     ttl: float = 60.0,
     windows: tuple[int | None, ...] = (None,),
     max_lead: int = 0,
+    state_slots: int | None = None,
+    interval: int = 16,
+    grid: int = 64,
 ) -> KVManager:
-    """Build a pool. pages: the reserved page 0 included; windows: of each KV group; max_lead: as in `KVManager`."""
+    """Build a pool. pages: the reserved page 0 included; windows: of each KV group; max_lead: as in `KVManager`.
+
+    state_slots: number of checkpoints of a model with recurrent layers; interval, grid: as in `StateCache`.
+    """
     tree = RadixTree(page_size, page_classes(windows, page_size), MAX_NODES_PER_PAGE * pages) if cache else None
-    return KVManager(PageAllocator(pages), page_size, tree, Sessions(tree, sessions, ttl), windows, max_lead)
+    states = None
+    if tree is not None and state_slots is not None:
+        states = StateCache(StateSlots(state_slots), tree, interval, grid)
+    return KVManager(PageAllocator(pages), page_size, tree, Sessions(tree, sessions, ttl), windows, max_lead, states)
 
 
 def occupy(memory: KVManager, count: int) -> list[int]:

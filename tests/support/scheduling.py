@@ -37,10 +37,20 @@ def new(
     costs: StepCosts | None = None,
     windows: tuple[int | None, ...] = (None,),
     drafts: DraftPolicy | None = None,
+    state_slots: int | None = None,
+    grid: int = 64,
 ) -> Scheduler:
-    limits = SchedulerLimits(step, chunk, waiting, prompts, static=static, max_itl=max_itl)
+    """Build a scheduler.
+
+    state_slots: number of checkpoints of a model with recurrent layers; grid: multiples at which its prompts are cut.
+    """
+    limits = SchedulerLimits(
+        step, chunk, waiting, prompts, static=static, max_itl=max_itl, chunk_grid=0 if state_slots is None else grid
+    )
     max_lead = 0 if drafts is None else 2 * drafts.sizes[-1]
-    memory = kv_memory(pages, page_size, cache, windows=windows, max_lead=max_lead)
+    memory = kv_memory(
+        pages, page_size, cache, windows=windows, max_lead=max_lead, state_slots=state_slots, grid=grid if chunk else 0
+    )
     return Scheduler(RowGate(rows), memory, limits, policy, costs, drafts)
 
 
@@ -112,5 +122,5 @@ def run(scheduler: Scheduler, *sequences: Sequence, token: int = 20, depth: int 
         if plan is None or len(flights) == depth:
             plan = flights.pop(0)
             commit(scheduler, plan, [token] * len(plan.rows))
-        assert step < 5000, f"no end: {list(scheduler.held)}, {list(scheduler.waiting)}"
+        assert step < first_step + 5000, f"no end: {list(scheduler.held)}, {list(scheduler.waiting)}"
     return step

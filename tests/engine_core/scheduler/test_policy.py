@@ -164,3 +164,49 @@ def test_every_policy_serves_every_row_within_patience(
 @pytest.mark.parametrize("policy", NAMES)
 def test_every_policy_serves_all_rows_of_pure_decode(policy: Policy) -> None:
     assert choose(policy, [1] * 5, Budget(5, 5), skipped=[3, 0, 9, 1, 2]) == [1] * 5
+
+
+GRID = 64
+
+
+def on_grid(done: list[int], totals: list[int]) -> RowDemand:
+    """Demand of prompts of which some positions are computed."""
+    pending = [total - begun for begun, total in zip(done, totals, strict=True)]
+    zeros = [0] * len(totals)
+    return RowDemand(pending, zeros, zeros, done, GRID)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("tokens", [1, 16, 63, 64, 65, 200])
+def test_chunks_end_on_the_grid_and_prompts_advance(policy: Policy, tokens: int) -> None:
+    """Each step computes something, and ends off the grid only if it has no room to reach it."""
+    totals = [300, 70, 64, 129, 33]
+    done = [0, 16, 0, 5, 0]
+    while done != totals:
+        open_rows = [index for index in range(len(totals)) if done[index] < totals[index]]
+        demand = on_grid([done[index] for index in open_rows], [totals[index] for index in open_rows])
+        lengths = choose_rows(POLICIES[policy], demand, Budget(tokens, tokens))
+        assert 0 < sum(lengths) <= tokens
+        for index, length in zip(open_rows, lengths, strict=True):
+            end = done[index] + length
+            assert end == totals[index] or end % GRID == 0 or end // GRID == done[index] // GRID
+            done[index] = end
+
+
+@given(NAME, st.lists(st.integers(1, 200), min_size=1, max_size=8), st.integers(1, 150), st.data())
+def test_the_grid_takes_room_from_no_other_row(
+    policy: Policy, totals: list[int], tokens: int, data: st.DataObject
+) -> None:
+    starts = data.draw(st.lists(st.integers(0, 500), min_size=len(totals), max_size=len(totals)))
+    demand = on_grid(starts, [start + total for start, total in zip(starts, totals, strict=True)])
+    plain = RowDemand(demand.pending, demand.steps_skipped, demand.priority)
+    lengths, without = (choose_rows(POLICIES[policy], one, Budget(tokens, tokens)) for one in (demand, plain))
+    assert sum(lengths) <= tokens
+    assert (sum(lengths) > 0) == (sum(without) > 0)
+    for index, total in enumerate(totals):
+        if total == 1:
+            assert lengths[index] >= without[index]
+
+
+def test_positions_that_the_grid_leaves_go_to_the_next_prompt() -> None:
+    assert choose_rows(POLICIES["fcfs"], on_grid([0, 0], [300, 40]), Budget(100, 100)) == [64, 36]

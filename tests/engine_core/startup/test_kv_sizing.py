@@ -11,7 +11,7 @@ from tandem.engine_core.config import EngineConfig, ModelShape, resolve
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.page_counts import held_pages
 from tandem.engine_core.startup import kv_sizing
-from tandem.engine_core.startup.kv_sizing import GIB, Memory, check_memory_flags, size_pool
+from tandem.engine_core.startup.kv_sizing import GIB, Memory, StateSizes, check_memory_flags, size_pool
 from tandem.protocol.engine_options import EngineOptions
 
 MODEL = ModelShape("tiny", 2048)
@@ -91,6 +91,47 @@ class TestRequestedSizes:
     def test_the_largest_page_holds_one_sequence(self, memory: Memory) -> None:
         config = decide(memory, page_size="max", max_len=1000, kv_memory=2**23)
         assert (config.page_size, config.pages, config.kv_tokens) == (1024, 8, 7 * 1024)
+
+
+HYBRID = structs.replace(MODEL, row_bytes=2**20, state_interval=16, chunk_grid=64)
+STATES = StateSizes(rows=20 * GIB, checkpoint=150 * 2**20)
+
+
+def with_states(memory: Memory, states: StateSizes = STATES, **flags: Any) -> EngineConfig:
+    device = "cuda" if memory.total else "cpu"
+    return size_pool(resolve(EngineOptions(**flags), HYBRID, device, "float32"), memory, TOKEN, states)
+
+
+class TestCheckpoints:
+    LEFT = int(64 * GIB * 0.9) - (6 + 1 + 2) * GIB - kv_sizing.CONTEXT_BYTES
+    """Bytes of `GPU` that weights, states of rows, steps and graphs leave."""
+
+    def test_they_take_an_eighth_of_what_the_weights_leave(self) -> None:
+        config = with_states(GPU)
+        assert config.state_slots == (self.LEFT + STATES.rows) // 8 // STATES.checkpoint
+        pages = self.LEFT - config.state_slots * STATES.checkpoint
+        assert 0 <= pages - pool_bytes(config) < 16 * TOKEN
+
+    def test_they_leave_half_to_pages_if_rows_take_more(self) -> None:
+        config = with_states(GPU, StateSizes(rows=2000 * GIB, checkpoint=STATES.checkpoint), max_rows=100)
+        assert config.state_slots == self.LEFT // 2 // STATES.checkpoint
+        assert pool_bytes(config) >= self.LEFT // 2 - 16 * TOKEN
+
+    def test_a_pool_of_a_given_size_keeps_it(self) -> None:
+        assert pool_bytes(with_states(GPU, kv_memory=40 * GIB)) == 40 * GIB
+        least = with_states(GPU, kv_memory=self.LEFT - 2 * STATES.checkpoint)
+        assert least.state_slots == 2
+        assert with_states(GPU, kv_memory=self.LEFT + 1).state_slots == 0
+
+    def test_they_are_limited_in_number(self) -> None:
+        assert with_states(GPU, StateSizes(GIB, 1000)).state_slots == kv_sizing.MAX_STATE_SLOTS
+
+    def test_a_cpu_gives_them_an_eighth_of_the_bound_of_its_pool(self) -> None:
+        assert with_states(CPU).state_slots == 2 * GIB // 8 // STATES.checkpoint
+
+    def test_without_a_prefix_cache_there_are_none(self) -> None:
+        assert with_states(GPU, prefix_cache="off").state_slots == 0
+        assert decide(GPU).state_slots == 0
 
 
 WRONG: list[tuple[Memory, dict[str, Any], str]] = [
