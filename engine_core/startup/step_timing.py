@@ -24,6 +24,7 @@ from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
 from tandem.engine_core.startup.warmup import GREEDY, padding_prompt, run_step
+from tandem.protocol.codec import pack_ids
 
 Table = dict[tuple[int, int], float]
 _Size = TypeVar("_Size", bound=tuple[int, int])
@@ -199,6 +200,8 @@ def _time_steps(runtime: TorchRuntime, config: StepConfig) -> Table:
 
     The others lie between.
     """
+    if runtime.kv.recurrent:
+        _begin_rows(runtime, config)
     row = ScheduledSequence(-1, PADDING_ROW, min(4, config.max_len - 2))
     one = _time_step(runtime, _step(_apart(runtime, (row,))))
     all_rows = _step(_apart(runtime, (row,) * config.max_rows))
@@ -206,6 +209,15 @@ def _time_steps(runtime: TorchRuntime, config: StepConfig) -> Table:
     return {(size, 0): time for size, time in _line(one, _time_step(runtime, all_rows))} | {
         (0, size): time for size, time in _line(one, _time_step(runtime, longest))
     }
+
+
+def _begin_rows(runtime: TorchRuntime, config: StepConfig) -> None:
+    """Have each row at the position of `distinct_rows`: at position 0, where unused rows are, no state is read."""
+    rows, positions = distinct_rows(GraphBucket(config.max_rows, 0), config.max_rows, config.max_len)
+    places = list(zip(rows, positions, strict=True))
+    begun = tuple([ScheduledSequence(-1, row, position, tokens=pack_ids([0])) for row, position in places])
+    admitted = tuple([NewSequence(-1, row, position + 1, GREEDY) for row, position in places])
+    run_step(runtime, 0, StepPlan.of(0, begun, admitted))
 
 
 def _apart(runtime: TorchRuntime, rows: tuple[ScheduledSequence, ...]) -> tuple[ScheduledSequence, ...]:

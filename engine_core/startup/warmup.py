@@ -1,8 +1,11 @@
 """Run each path of the runtime once on the padding row, so that no request waits for compilation."""
 
-from tandem.engine_core.config import StepConfig
+from msgspec import structs
+
+from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.contracts import Runtime
-from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
+from tandem.engine_core.kernels.delta_rule.state import RING
+from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StateCopy, StepPlan
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import SamplingParams
 
@@ -14,11 +17,14 @@ FULL = SamplingParams(2, top_k=5, top_p=0.9, repetition_penalty=1.1)
 def warm_up(runtime: Runtime, config: StepConfig) -> None:
     """Run the largest possible step and some short ones in every slot.
 
-    A short prefill and decode steps follow the largest step. The short steps run greedily and with every sampling
-    feature on. Nothing is left in flight, and the allocator keeps the memory that steps need.
+    A step that copies states of recurrent layers, a short prefill and decode steps follow the largest step. The short
+    steps run greedily and with every sampling feature on. Nothing is left in flight, and the allocator keeps the memory
+    that steps need.
     """
     for slot in range(config.depth):
         run_step(runtime, slot, full_step(config))
+        if isinstance(config, EngineConfig) and config.state_slots:
+            run_step(runtime, slot, _copying_step())
         for params, logprobs in ((GREEDY, -1), (FULL, 1)):
             for plan in _short_steps(params, config.max_len, logprobs):
                 run_step(runtime, slot, plan)
@@ -35,6 +41,13 @@ def full_step(config: StepConfig) -> StepPlan:
     lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
     rows = tuple([padding_prompt(length, prompt_logprobs=True) for length in lengths])
     return StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, GREEDY),), logprobs=1)
+
+
+def _copying_step() -> StepPlan:
+    """Plan a step that copies the state of the padding row to a slot and back."""
+    copies = (StateCopy(PADDING_ROW, 0, RING),)
+    plan = StepPlan.of(0, (padding_prompt(1),), (NewSequence(-1, PADDING_ROW, 1, GREEDY),))
+    return structs.replace(plan, saves=copies, loads=copies)
 
 
 def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[StepPlan, ...]:
