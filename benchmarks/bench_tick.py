@@ -2,13 +2,16 @@
 
     python -m benchmarks.bench_tick [--rows 1 32 256] [--steps 2000] [--cached-pages 100000] [--save]
         [--constrained 0] [--grammar anything|strings|records|integers|text] [--length N] [--grammar-workers N ...]
-        [--wall]
+        [--drafts K] [--wall]
 
 Everything except the device is real: the mailbox over ZMQ to a frontend, scheduler, pipeline, codec, and staging of
 each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and no page is free, so every new page
 evicts one: 16 per tick at 256 rows. The target for plan + stage + commit + encode is 400 us at 256 rows, so that the
 loop never delays a GPU step of 1 ms. The lower bound shown with it is that of bare loops of dictionary lookups over 256
 rows.
+
+With --drafts every step verifies K drafts for each row without a grammar, and the row gets 1 to 1 + K tokens in turn.
+The target for 64 rows and 3 drafts is 250 us.
 
 All requests arrive before the first tick and none ends. With --length they end after that many tokens, the first ones
 at random lengths, and are replaced, as in a server. This is needed to measure workers: a grammar is recompiled for them
@@ -57,6 +60,7 @@ from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.masks import MaskFiller, index_masks, mask_indices
 from tandem.engine_core.runtime.staging import Ints, capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, grammar_workers
@@ -83,13 +87,14 @@ class StagingRuntime:
     Rows with a grammar other than `anything` yield a token that their mask allows, other rows always the same token.
     """
 
-    def __init__(self, max_rows: int, filler: MaskFiller, samples_masks: bool) -> None:
+    def __init__(self, max_rows: int, filler: MaskFiller, samples_masks: bool, drafts: int = 0) -> None:
         words = capacity(max_rows, STEP_TOKENS, max_rows * MAX_LEN // PAGE_SIZE, max_rows * MAX_LEN)
         self.buffers = [np.zeros(words, dtype=np.int32) for _ in range(2)]
         self.rows: list[tuple[ScheduledSequence, ...]] = [(), ()]
+        self.plans: list[StepPlan | None] = [None, None]
         self.filler = filler
         self.masks = [self._allocate(max_rows, VOCAB // 32) for _ in range(2)]
-        self.results = [self._allocate(1, max_rows)[0] for _ in range(2)]
+        self.results = [self._allocate(1, max_rows * (1 + drafts))[0] for _ in range(2)]
         self.views = [results.data for results in self.results]
         self.indices: list[dict[int, int]] = [{}, {}]
         self.samples_masks = samples_masks
@@ -103,7 +108,7 @@ class StagingRuntime:
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         pack(plan, MAX_LEN, (PageColumns(0, MAX_LEN // PAGE_SIZE),), self.buffers[slot])
-        self.rows[slot], self.indices[slot] = plan.rows, mask_indices(plan)
+        self.rows[slot], self.indices[slot], self.plans[slot] = plan.rows, mask_indices(plan), plan
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         sampled = [row.row for row in self.rows[slot] if row.samples]
@@ -125,8 +130,19 @@ class StagingRuntime:
             self.results[slot][index] = self._allowed(self.masks[slot][indices[row]]) if row in masked else 7
 
     def collect(self, slot: int) -> StepResult:
+        plan = self.plans[slot]
+        if plan is not None and plan.num_drafts:
+            return self._verified(plan, self.results[slot])
         counts = [int(row.samples) for row in self.rows[slot]]
         return StepResult(counts, self.results[slot][: sum(counts)].tolist())
+
+    def _verified(self, plan: StepPlan, tokens: Ints) -> StepResult:
+        """Return runs of 1 to 1 + K tokens for rows without a grammar: each row has the next longer one every step."""
+        queries = 1 + plan.num_drafts
+        counts = [1 if row.constrained else 1 + (plan.step_id + index) % queries for index, row in enumerate(plan.rows)]
+        runs = [[int(tokens[index])] * count for index, count in enumerate(counts)]
+        drafts = [0 if row.constrained else plan.num_drafts for row in plan.rows]
+        return StepResult(counts, [token for run in runs for token in run], num_drafts=drafts)
 
     def _allocate(self, rows: int, columns: int) -> Ints:
         memory = self.filler.allocate(rows, columns)
@@ -167,10 +183,15 @@ class Options(Struct, frozen=True):
     grammar_workers: int
     clock: Callable[[], float]
     """Clock of the stages in seconds: CPU time of the loop's thread, or wall time."""
+    drafts: int = 0
+    """Drafts that every step verifies for each row; 0: none."""
 
 
-def full_cache(pages: int) -> KVManager:
-    """Build a pool with all pages in the prefix cache, as unused prompts of 64 pages each."""
+def full_cache(pages: int, max_lead: int = 0) -> KVManager:
+    """Build a pool with all pages in the prefix cache, as unused prompts of 64 pages each.
+
+    max_lead: as of `KVManager`.
+    """
     tree = RadixTree(PAGE_SIZE)
     allocator = PageAllocator(pages + 1)
     for first in range(0, pages, 64):
@@ -184,24 +205,30 @@ def full_cache(pages: int) -> KVManager:
             tree.attach(nodes[-1:], [[page]])
         tree.lock(nodes)
         tree.unlock(nodes)
-    return KVManager(allocator, PAGE_SIZE, tree)
+    return KVManager(allocator, PAGE_SIZE, tree, max_lead=max_lead)
 
 
 def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine:
     pages = options.cached_pages or rows * MAX_LEN // PAGE_SIZE
-    memory = full_cache(pages) if options.cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
+    lead = 2 * options.drafts
+    memory = (
+        full_cache(pages, lead)
+        if options.cached_pages
+        else KVManager(PageAllocator(pages + 1), PAGE_SIZE, max_lead=lead)
+    )
+    drafts = DraftPolicy((options.drafts,), options.drafts) if options.drafts else None
     stats = new_stats()
     grammars, masks = Grammars(options.tokenizer, VOCAB, (2,)), MaskMemory()
     workers = grammar_workers(options.grammar_workers, grammars, masks, stats) if options.grammar_workers else None
     mask_builder = MaskBuilder([2], stats, time.monotonic, workers=workers, memory=masks)
-    scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
+    scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096), drafts=drafts)
     mailbox = ZmqMailbox(router, wakeup)
     compiler = GrammarCompiler(grammars.compile, compile_lanes(), mailbox.wake, stats, time.monotonic, workers=workers)
     facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
     limits = Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
     return Engine.assemble(
         scheduler,
-        StagingRuntime(rows, mask_builder, options.grammar != ANYTHING),
+        StagingRuntime(rows, mask_builder, options.grammar != ANYTHING, options.drafts),
         mailbox,
         compiler,
         depth=2,
@@ -246,7 +273,8 @@ def measure_ticks(engine: Engine, frontend: BetweenTicks, options: Options) -> d
     stats, clock = engine.stats, options.clock
     samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "tick")}
     steps, step_rows = stats.steps_launched, stats.step_rows.total
-    wanted = options.steps if options.length else min(options.steps, LONGEST - 50)
+    longest = LONGEST // (1 + options.drafts) - 50
+    wanted = options.steps if options.length else min(options.steps, longest)
     while len(samples["tick"]) < wanted:
         assert not stats.requests_failed, f"requests failed after {stats.steps_launched} steps: {stats.requests_failed}"
         before = dict(stats.stage_seconds)
@@ -297,6 +325,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--drafts", type=int, default=0, metavar="K", help="drafts that each row verifies in a step")
     parser.add_argument(
         "--constrained", type=int, default=0, metavar="PERCENT", help="share of rows that follow a grammar"
     )
@@ -333,7 +362,7 @@ def main() -> None:
         parser.error(f"--cached-pages {arguments.cached_pages}: rows that grow need {least}, or 0 for no cache")
     if not 0 <= arguments.length <= LONGEST:
         parser.error(f"--length {arguments.length}: a request has up to {LONGEST} tokens; 0: none ends")
-    settings = {name: getattr(arguments, name) for name in ("steps", "cached_pages", "constrained", "length")}
+    settings = {name: getattr(arguments, name) for name in ("steps", "cached_pages", "constrained", "length", "drafts")}
     settings |= {"grammar": GRAMMARS[arguments.grammar], "tokenizer": arguments.tokenizer}
     clock = time.perf_counter if arguments.wall else time.thread_time
     found = {}
@@ -349,7 +378,17 @@ def main() -> None:
     for name in next(iter(messages.values())):
         print(f"{name:>40}" + "".join(f"{messages[rows][name]:>12.1f}" for rows in messages))
     if arguments.save:
-        names = ("rows", "steps", "constrained", "cached_pages", "grammar", "length", "grammar_workers", "wall")
+        names = (
+            "rows",
+            "steps",
+            "constrained",
+            "cached_pages",
+            "grammar",
+            "length",
+            "grammar_workers",
+            "drafts",
+            "wall",
+        )
         config = {name: getattr(arguments, name) for name in names}
         ticks = found[arguments.grammar_workers[0]]
         print(save(arguments.save, config, {"ticks": ticks, "ticks_by_workers": found, "messages": messages}))

@@ -11,6 +11,9 @@ from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Finished
 
+DRAFT_WEIGHT = 0.25
+"""Weight of the newest step in the moving average of a sequence's accepted drafts."""
+
 
 class CacheState:
     """State of a sequence in the prefix cache."""
@@ -131,6 +134,12 @@ class DraftStats:
     def __init__(self) -> None:
         self.max_drafts = self.drafted = self.accepted = 0
         self.expected = 1.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Count the drafts of a committed step, and those that were right."""
+        self.drafted += drafted
+        self.accepted += accepted
+        self.expected += DRAFT_WEIGHT * (accepted - self.expected)
 
 
 class Sequence:

@@ -10,8 +10,6 @@ from collections.abc import Sequence as Items
 from tandem.engine_core.graph_sizes import MAX_VERIFY_POSITIONS
 from tandem.engine_core.sequence import Sequence
 
-WEIGHT = 0.25
-"""Weight of the newest step in the moving average of a sequence's accepted drafts."""
 MIN_EXPECTED, ROWS_PER_EXPECTED = 0.1, 400
 """A step verifies drafts if rows have at least MIN_EXPECTED + rows / ROWS_PER_EXPECTED accepted drafts on average: with
 one draft per row it takes longer by about this fraction."""
@@ -90,13 +88,3 @@ class DraftPolicy:
     def _at_least(self, wanted: int) -> int:
         """Return the smallest size that is not below `wanted`, else the largest."""
         return self.sizes[min(bisect_left(self.sizes, wanted), len(self.sizes) - 1)]
-
-    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        """Update the statistics of a sequence with a row of a committed step.
-
-        drafted, accepted: numbers of drafts that were verified, and that were accepted.
-        """
-        stats = seq.drafts
-        stats.drafted += drafted
-        stats.accepted += accepted
-        stats.expected += WEIGHT * (accepted - stats.expected)

@@ -1,17 +1,23 @@
 """The requests of `bench_tick`, and ticks of a real engine with them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from time import perf_counter
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import zmq
+from msgspec import structs
 
 from benchmarks import bench_tick
 from benchmarks.bench_tick import GRAMMARS, LONGEST, VOCAB, Options, measure
 from benchmarks.measuring.grammars import ENDLESS
 from benchmarks.measuring.tick_requests import PROMPT, BetweenTicks, Requests, reach_steady_state
+from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.engine import Engine
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.commit import SchedulerUpdates
+from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import STAGES, new_stats
 from tandem.protocol.codec import decode_command, unpack_ids
@@ -141,6 +147,20 @@ class TestMeasure:
             grammar_workers=0,
             clock=perf_counter,
         )
+
+    @pytest.mark.parametrize("length", [0, 20])
+    @pytest.mark.parametrize("constrained", [0, 50])
+    def test_steps_verify_drafts_for_all_rows(self, length: int, constrained: int) -> None:
+        options = structs.replace(self.options("strings", length), drafts=3, constrained=constrained)
+        commit, drafts = Scheduler.commit, list[int]()
+
+        def counted(scheduler: Scheduler, plan: StepPlan, result: StepResult, *more: Set[int]) -> SchedulerUpdates:
+            drafts.append(plan.num_drafts)
+            return commit(scheduler, plan, result, *more)
+
+        with patch.object(Scheduler, "commit", counted):
+            assert measure(4, options)["rows"] > 1
+        assert drafts.count(3) > 20 and set(drafts) <= {0, 3}
 
     @pytest.mark.parametrize("grammar", ["anything", *ENDLESS])
     def test_requests_that_never_end_fill_every_step(self, grammar: str) -> None:

@@ -229,7 +229,7 @@ class TestPolicy:
         for _ in range(40):
             drafts = policy.choose(sequences)
             for seq in sequences:
-                policy.observe(seq, drafts, drafts)
+                seq.drafts.observe(drafts, drafts)
         assert drafts == 7
 
     def test_drafts_that_are_all_right_or_all_wrong_in_turn_stay_many(self) -> None:
@@ -237,7 +237,7 @@ class TestPolicy:
         chosen = []
         for step in range(60):
             chosen.append(policy.choose(sequences))
-            policy.observe(sequences[0], chosen[-1], chosen[-1] * (step % 2))
+            sequences[0].drafts.observe(chosen[-1], chosen[-1] * (step % 2))
         assert min(chosen[30:]) >= 5
 
     @pytest.mark.parametrize("rows", [1, 64, 65, 85, 86, 128, 129, 170, 171, 256, 257])
@@ -295,8 +295,8 @@ class TestPolicy:
         assert [policy.choose(self.sequences(rows, 7.0)) for rows in (4, 5, 8, 16, 17)] == [7, 5, 3, 1, 0]
 
     def test_a_row_that_accepts_less_lowers_the_average(self) -> None:
-        policy, seq = DraftPolicy(DRAFT_SIZES), sequence(1)
+        seq = sequence(1)
         for accepted in (3, 3, 0, 0, 0, 0, 0, 0, 0, 0):
-            policy.observe(seq, 3, accepted)
+            seq.drafts.observe(3, accepted)
         assert (seq.drafts.drafted, seq.drafts.accepted) == (30, 6)
         assert seq.drafts.expected < 0.25
