@@ -100,9 +100,9 @@ def test_new_pages_come_group_by_group_with_padding_outside_the_window() -> None
 
 
 def test_sequence_that_never_fits_is_refused_by_the_pages_of_all_groups() -> None:
-    scheduler = new(pages=1 + 20 + 5 + 5, windows=WINDOWS)
+    scheduler = new(pages=1 + 20 + 3 + 3, windows=WINDOWS)
     scheduler.add(prompted(1, *SYSTEM, max_tokens=49))
-    with pytest.raises(RequestError, match=r"\b31 KV pages of 4\b.* 30\b"):
+    with pytest.raises(RequestError, match=r"\b27 KV pages of 4\b.* 26\b"):
         scheduler.add(prompted(2, *SYSTEM, max_tokens=50))
 
 
@@ -229,6 +229,21 @@ def test_turns_of_a_session_start_from_its_tail() -> None:
     assert cached_tokens(scheduler, shorter) in (0, 16), "an earlier position, if its pages are still there"
     end_sessions(memory)
     assert (memory.usage.in_use, scheduler.audit()) == (0, [])
+
+
+def test_ended_session_counts_as_a_use_of_its_tail() -> None:
+    """So the tail of a prompt that was computed after the session's last turn is evicted before the session's."""
+    scheduler, other = new(pages=100, windows=WINDOWS), range(500, 532)
+    first = prompted(1, *SYSTEM, max_tokens=9, session="talk")
+    run(scheduler, first)
+    run(scheduler, prompted(2, *other), first_step=200)
+    memory = scheduler.memory
+    assert memory.tree is not None
+    end_sessions(memory)
+    kept = memory.tree.match(b"", first.tokens, 10)
+    while memory.tree.match(b"", submitted(3, other, SamplingParams(1)).tokens, 8):
+        memory.pages.release(CACHE, memory.tree.evict(1))
+    assert len(kept) == 10 and memory.tree.match(b"", first.tokens, 10) == kept
 
 
 def test_preempted_sequence_continues_from_its_last_page() -> None:
