@@ -162,7 +162,7 @@ class EngineConfig(StepConfig, frozen=True, kw_only=True):
     @property
     def kv_tokens(self) -> int:
         """Number of positions that sequences of `max_len`, and a shorter one, can use."""
-        return tokens_of_pages(self.held_windows, self.pages - 1, self.page_size, self.max_len)
+        return tokens_of_pages(self.held_windows, self.pages - 1, self.page_size, self.max_len, self.max_lead)
 
 
 def resolve_device(options: EngineOptions, cuda: bool) -> str:

@@ -53,20 +53,29 @@ def page_columns(windows: Windows, page_size: int, max_len: int, chunk: int) -> 
 def held_pages(windows: Windows, positions: int, page_size: int, max_lead: int = 0) -> int:
     """Return the maximum number of pages of a decoding sequence of this many positions.
 
-    Of a group with a window these are the pages of the window before the last page, that page, and two more, with which
-    a prompt can be computed in chunks. max_lead: positions beyond the host's count that a row may compute.
+    With as many a prompt of this length can be computed too, in chunks of a page. Of a group with a window they are
+    those that a match at the last full page needs, and those of the next row: it begins in the page behind them, as
+    known tokens are at most one step behind it. max_lead: positions beyond the host's count that a row may compute.
     """
     pages = ceil_div(positions, page_size)
-    kept = [None if window is None else ceil_div(window - 1 + max_lead, page_size) + 3 for window in windows]
+    lead = ceil_div(max_lead, page_size)
+    kept = [None if window is None else ceil_div(window - 1, page_size) + 1 + lead for window in windows]
     return sum(pages if count is None else min(pages, count) for count in kept)
 
 
-def tokens_of_pages(windows: Windows, pages: int, page_size: int, max_len: int) -> int:
-    """Return the tokens of sequences of `max_len`, and a shorter one in the rest, that this many pages hold."""
+def tokens_of_pages(windows: Windows, pages: int, page_size: int, max_len: int, max_lead: int = 0) -> int:
+    """Return the tokens of sequences of `max_len`, and a shorter one in the rest, that this many pages hold.
+
+    max_lead: as in `held_pages`.
+    """
+
+    def held(tokens: int) -> int:
+        return held_pages(windows, tokens, page_size, max_lead)
+
     longest = ceil_div(max_len, page_size) * page_size
-    count, left = divmod(pages, held_pages(windows, longest, page_size))
+    count, left = divmod(pages, held(longest))
     low, high = 0, longest // page_size
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if held_pages(windows, middle * page_size, page_size) <= left else (low, middle - 1)
+        low, high = (middle, high) if held(middle * page_size) <= left else (low, middle - 1)
     return count * longest + low * page_size

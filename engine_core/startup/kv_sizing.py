@@ -111,7 +111,7 @@ def short_pool(config: EngineConfig, page_bytes: int) -> str:
 
 def _least_bytes(config: StepConfig, positions: int, page_bytes: int) -> int:
     """Return the bytes of a pool for one sequence of this many positions."""
-    return (held_pages(config.held_windows, positions, config.page_size) + 1) * page_bytes
+    return (held_pages(config.held_windows, positions, config.page_size, config.max_lead) + 1) * page_bytes
 
 
 def _check_given_size(options: EngineOptions, memory: Memory, pool: int, token_bytes: int) -> None:
@@ -148,7 +148,7 @@ def _pool_bytes(config: StepConfig, memory: Memory, page_bytes: int, slots_bytes
     if options.kv_memory is not None:
         return options.kv_memory
     if config.device == "cpu":
-        held = held_pages(config.held_windows, config.max_len, config.page_size)
+        held = held_pages(config.held_windows, config.max_len, config.page_size, config.max_lead)
         useful = (config.max_rows * held + 1) * page_bytes
         return min(int(memory.free * CPU_KV_SHARE), CPU_KV_BYTES, useful)
     return _gpu_room(config, memory) - slots_bytes

@@ -62,5 +62,5 @@ def windows_text(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> 
 
 def sequence_text(config: EngineConfig) -> str:
     """Return the pages of the longest sequence."""
-    held = held_pages(config.held_windows, config.max_len, config.page_size)
+    held = held_pages(config.held_windows, config.max_len, config.page_size, config.max_lead)
     return f"a sequence of {config.max_len} tokens takes {held} pages"

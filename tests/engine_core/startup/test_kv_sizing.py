@@ -258,14 +258,14 @@ class TestGroups:
 
     def test_on_a_cpu_it_is_no_larger_than_all_rows_could_fill(self) -> None:
         config = self.decide(Memory(free=64 * GIB), max_rows=2)
-        assert config.pages == 2 * (2048 + 6 * 67) + 1
+        assert config.pages == 2 * (2048 + 6 * 65) + 1
 
     def test_prompts_that_are_computed_whole_have_all_of_their_pages(self) -> None:
         config = self.decide(CPU, kv_tokens=32_768, prefill_chunk="off")
         assert config.pages - 1 == 7 * 2048 and config.kv_tokens == 32_768
 
     def test_a_length_that_does_not_fit_is_refused_with_the_bytes_that_it_needs(self) -> None:
-        least = (2048 + 6 * 67 + 1) * 16 * TOKEN
+        least = (2048 + 6 * 65 + 1) * 16 * TOKEN
         with pytest.raises(ConfigError, match=f"raise --kv-memory to {least} or more"):
             self.decide(CPU, max_len=32_768, kv_memory=least - 1)
         assert self.decide(CPU, max_len=32_768, kv_memory=least).kv_tokens == 32_768
@@ -275,7 +275,7 @@ class TestGroups:
             self.decide(CPU, kv_memory=7 * 16 * TOKEN)
         assert self.decide(CPU, kv_memory=8 * 16 * TOKEN).kv_tokens == 16
 
-    @pytest.mark.parametrize("pages", [7, 100, 2449, 2450, 2451, 9999])
+    @pytest.mark.parametrize("pages", [7, 100, 2437, 2438, 2439, 9999])
     def test_tokens_are_the_longest_sequence_of_a_small_pool(self, pages: int) -> None:
         config = self.decide(CPU, kv_memory=(pages + 1) * 16 * TOKEN)
         longest = min(config.kv_tokens, 32_768)
