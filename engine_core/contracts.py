@@ -249,9 +249,9 @@ class Runtime(Protocol):
     """
 
     def needs_exact_positions(self, plan: StepPlan) -> bool:
-        """Return True if a step can only be launched once the host knows the position of each row.
+        """Return True if the launch of a step needs the exact position of each row on the host.
 
-        That is when the steps before it are committed (`StepPlan.max_lead` is 0 then).
+        It then has to wait until all steps with drafts are committed: `StepPlan.max_lead` is 0 from then on.
         """
 
     def stage(self, slot: int, plan: StepPlan) -> None:

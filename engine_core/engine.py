@@ -4,6 +4,10 @@
 
 `pipeline.py` draws the timeline and lists the invariants I1 to I9. In steady decode the tick commits step t-1 and
 launches t+1 while the device runs t.
+
+Terms: a row is one sequence's share of a step. Its *run* is the list of tokens that the step yields for it: none (a
+chunk of a prompt), one, or with verified drafts several. A *jump* appends the tokens that a grammar forces next without
+sampling them. A *zombie* is a sequence that ended while a step in flight holds it (I4).
 """
 
 import logging
@@ -143,11 +147,13 @@ class Engine:
         if collected is not None:
             self._commit(collected)
         if self.pipeline.full:
+            # With one slot the oldest step may itself wait for its masks; with two it is committed above in that case.
             self._sample_waiting()
             self._commit_oldest()
         plan = None if self.control.pause.holds_rows else self._plan()
         if plan is not None and plan.max_lead and self.runtime.needs_exact_positions(plan):
             plan = None  # Commit first, and plan again in the next tick.
+        # After planning, so that the next step is staged while workers write the masks.
         self._sample_waiting(plan)
         if plan is not None:
             self._launch(plan)
@@ -192,14 +198,15 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         """Admit the sequences that fit, plan the next step, and announce the sequences that it starts.
 
-        Announcements are sent before the step, which may kill the process. For a request that has lost an engine
-        before, we wait until its announcement has left the process. A failed send ends sequences, and the loop can
-        reuse their rows.
+        Announcements are sent before the launch, because a step may crash the process, and a request that was begun
+        twice is not submitted again. If a request in the plan has already lost an engine, wait until its announcement
+        has left the process. If a send fails, the sequences of that frontend end: admit and plan again without them.
         """
         now = self.stages.clock()
         scheduler = self.scheduler
         scheduler.advance(now)
         while True:
+            # A grammar may force all tokens of a sequence at its admission. It ends at once, which frees its row.
             while self.control.pause.mode is None and (admitted := scheduler.admit_waiting()):
                 for seq in admitted:
                     self.timelines.on_admit(seq, now)
@@ -299,7 +306,7 @@ class Engine:
         collected = Collected(step, result, self.stages.mark("collect"))
         if step.plan.needs_mask:
             tokens = masked_tokens(step.plan, result, masks)
-            # A launched but unsampled step yields the first forced token anyway: jumping over that one saves nothing.
+            # If the next step is launched, it samples the first forced token anyway, so a jump must save one more.
             least = self.scheduler.min_jump + (1 if has_unsampled else 0)
             self.advancer.start_accept(masks if tokens else (), tokens, least)
             self.stages.mark("commit")

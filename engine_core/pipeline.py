@@ -19,13 +19,14 @@ Invariants, cited elsewhere by number:
 - I3  The copy of a step's results waits on that step's own event, never on a whole stream.
 - I4  `0 <= sequence.inflight <= depth`; only the scheduler changes it. A sequence that ended while in flight is a
       zombie: skipped at commit; its row and pages are released when `inflight == 0`.
-- I5  Prefill rides the pipeline as rows of a step; only shutdown and a pause wait until no step is in flight.
+- I5  Prompts are computed in rows of ordinary steps, which do not wait for an empty pipeline. Only two things do: a
+      pause, and a step without a graph after steps with drafts (`Runtime.needs_exact_positions`).
 - I6  A slot is free only after its step has *committed*: its pinned buffers are read until then.
-- I7  Nothing on the launch path synchronises with the device.
+- I7  Nothing on the launch path synchronises with the device, except a launch that has run out of device memory.
 - I8  Every accepted request gets exactly one terminal event; every page and row comes back.
 - I9  Positions of decode rows live on the device. The host keeps a lower and an upper bound of the length that a
       running sequence has there: once the launched steps have run, `min_device_len <= lengths[row] <= max_device_len`.
-      That holds from the launch of its last known token on, and the bounds are equal when nothing is in flight.
+      This holds once its last known token has been launched. The bounds are equal when nothing is in flight.
 
 A step goes LAUNCHED -> SAMPLED -> COMMITTING -> gone. Release is two-phase (I6): `begin_commit` takes the step out of
 the queue, `finish_commit` frees its slot.

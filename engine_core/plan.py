@@ -37,8 +37,8 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     tokens: bytes = b""
     """Packed int32 ids of positions that the device does not know yet (prompt tokens), from `start - skipped` on."""
     new_pages: tuple[int, ...] = ()
-    """Pages that the device's page tables lack: those of the first KV group, then as many of each other group.
-    `PADDING_PAGE` where the sequence holds no page of the group any more."""
+    """Pages to append to the device's page tables: those of the first KV group, then the same number for each other
+    group. `PADDING_PAGE` replaces a page outside the group's window, which the sequence has given up."""
     first_page: int = 0
     """Index of the first new page of each group in the row's page table."""
     prompt_logprob_ids: bytes = b""
@@ -100,16 +100,16 @@ class StepPlan(Struct, frozen=True):
     logprobs: int = -1
     """Largest number of alternatives that a row wants with its log-probabilities; -1 without log-probabilities."""
     updated_rows: tuple[ScheduledSequence, ...] = ()
-    """Rows that bring tokens or pages."""
+    """Rows with tokens or pages to upload."""
     num_drafts: int = 0
-    """Number of drafts that each row of a step of steady decode verifies: the step computes as many positions more, and
-    a row gets between one token and 1 + num_drafts."""
+    """Drafts verified per row, only in steps of steady decode. The step computes 1 + num_drafts positions per row, and
+    a row yields 1 to 1 + num_drafts tokens."""
     max_lead: int = 0
     """Maximum number of tokens that a row may have on the device beyond the host's count (I9)."""
     saves: tuple[StateCopy, ...] = ()
-    """States to copy from rows to slots before all else: as the steps launched before have left them."""
+    """State copies from rows to checkpoint slots, executed before the loads and the forward pass."""
     loads: tuple[StateCopy, ...] = ()
-    """States to copy from slots to rows after that: these rows continue there."""
+    """State copies from checkpoint slots to rows, executed after the saves and before the forward pass."""
 
     @property
     def is_decode_only(self) -> bool:
@@ -180,7 +180,7 @@ class StepPlan(Struct, frozen=True):
         """Build the plan of a step of steady decode.
 
         Without drafts the result equals `of(step_id, rows, (), logprobs)` without inspecting the rows: the caller knows
-        which rows are constrained and which bring pages.
+        which rows are constrained and which have new pages.
         """
         return cls(
             step_id,

@@ -127,9 +127,9 @@ class DraftStats:
     drafted: int
     """Number of drafts that were verified."""
     accepted: int
-    """Number of them that were right."""
+    """Number of them that were accepted."""
     expected: float
-    """Moving average of the right drafts of a step."""
+    """Moving average of the number of accepted drafts per step."""
 
     def __init__(self) -> None:
         self.max_drafts = self.drafted = self.accepted = 0
@@ -150,9 +150,8 @@ class Sequence:
     follows from one formula for a prompt, a chunk of it and a decoded token:
     `pending = len(tokens) + num_inflight_samples - num_scheduled_tokens`.
 
-    A step that verifies drafts counts as one sample and one position of each row, of which it brings at least as many,
-    unless the device has all tokens; what it brings beyond them is added when it is committed. So all three are lower
-    bounds of what the device has (I9).
+    A step with drafts is counted as one sample and one position per row. Further accepted tokens are added at commit;
+    until then these counts are lower bounds of the device's (I9).
     """
 
     __slots__ = (
@@ -208,7 +207,7 @@ class Sequence:
     drafts: DraftStats
     """Drafts of the sequence that were verified."""
     num_inflight_drafts: int
-    """Number of drafts that steps in flight verify at most: the device may have as many tokens more."""
+    """Number of drafts in the steps in flight. The device may have up to this many more tokens than the host counts."""
     pages: tuple[list[int], ...]
     """Page table of the sequence for each KV group, by page index; no tables while the sequence holds no pages. The
     pages of `cache.nodes` come first, then own pages."""
@@ -297,7 +296,7 @@ class Sequence:
 
     @property
     def max_device_len(self) -> int:
-        """Upper bound of the device's length after the launched steps (I9), if all drafts in flight are right."""
+        """Upper bound of the device's length after the launched steps (I9), if all drafts in flight are accepted."""
         return min(len(self.tokens) + self.num_inflight_samples + self.num_inflight_drafts, self.total_len)
 
     @property
@@ -314,17 +313,17 @@ class Sequence:
         self.in_steady_decode = self.num_scheduled_tokens >= self.device.upload_end
 
     def jumped(self) -> None:
-        """Have the next row upload appended tokens. A sample in flight no longer counts: its token is one of them."""
+        """Note that tokens forced by a grammar were appended. The next row uploads them.
+
+        The sample in flight, if any, is dropped: its token would be the first of them.
+        """
         if self.in_steady_decode:
             self.device.uploaded_len = self.num_scheduled_tokens
         self.device.upload_end, self.in_steady_decode = len(self.tokens), False
         self.num_inflight_samples = 0
 
     def remap(self, index: int) -> None:
-        """Have the next row bring the pages from this index on.
-
-        The page at the index has changed.
-        """
+        """Have the next row upload the page table from this index on, because the page there has changed."""
         self.device.num_mapped_pages = min(self.device.num_mapped_pages, index)
         self.next_page_boundary = 0
 

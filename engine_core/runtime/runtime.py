@@ -100,9 +100,11 @@ class TorchRuntime:
     def launch(self, slot: int, plan: StepPlan) -> None:
         """Enqueue a step up to its logits.
 
-        These are the copies to the device, the updates of the tables, and the forward pass. A step that finds too
-        little memory is tried again with an empty cache of the allocator: everything that it writes is the same once
-        more.
+        These are the copies to the device, the updates of the tables, and the forward pass. A step that runs out of
+        memory is launched again after the allocator has released its cache, since repeating it writes the same values.
+
+        Raises DeviceMemoryError if the second attempt fails too, and FatalError instead of a second attempt if the
+        model has recurrent layers: the first may have advanced their states.
         """
         s = self.slots[slot]
         if s.plan is not plan:

@@ -80,7 +80,7 @@ def append_tokens(
 
 
 def check_stop(seq: Sequence) -> Finished | None:
-    """Return the outcome that the newest token brings, or None.
+    """Return the outcome that the newest token causes, or None.
 
     An end id is checked first, then the grammar, then the length. A complete grammar ends
     the sequence even with `ignore_eos` or before `min_tokens`.
