@@ -360,13 +360,13 @@ def _check_switches(options: EngineOptions, model: ModelShape) -> None:
          "--graph-rows off", "steps that verify drafts run as CUDA graphs; leave --graph-rows out"),
         (options.synthetic_acceptance is not None and options.developer == "off",
          f"--synthetic-acceptance {options.synthetic_acceptance or 0:g}", "--developer off",
-         "drafts would be right whatever the model says; benchmarks need --developer on"),
+         "drafts would be accepted whatever the model says; benchmarks need --developer on"),
         (options.teacher_tokens is not None and options.developer == "off",
          f"--teacher-tokens {options.teacher_tokens}", "--developer off",
          "requests would generate this text whatever the model says; benchmarks need --developer on"),
         (options.synthetic_acceptance is not None and options.speculate == "off",
          f"--synthetic-acceptance {options.synthetic_acceptance or 0:g}", "--speculate off",
-         "there are no drafts; use --speculate ngram"),
+         "--speculate off drafts nothing; use --speculate ngram"),
     ) if wrong]  # fmt: skip
     if found:
         raise ConfigError(*found)

@@ -286,7 +286,7 @@ def _new_builder(
 def _forced(sampler: Sampler, tables: DeviceTables, config: StepConfig, vocab_size: int) -> ForcedSampler:
     """Return a sampler for benchmarks, which replaces the tokens of another.
 
-    Raises ConfigError for a text that is no list of token ids.
+    Raises ConfigError for a text that is not a list of token ids.
     """
     path, tokens = config.options.teacher_tokens, list[int]()
     if path is not None:
