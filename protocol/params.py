@@ -44,10 +44,7 @@ class SamplingField(Struct, frozen=True):
         return isinstance(self.neutral, int)
 
     def describe_bounds(self) -> str:
-        """Return the bounds in words, for example "above 0 and at most 1".
-
-        Error messages state them so.
-        """
+        """Return the bounds in words for error messages, for example "above 0 and at most 1"."""
         if self.above_minimum:
             return f"above {self.minimum:g} and at most {self.maximum:g}"
         high = self.maximum if self.is_integer else f"{self.maximum:g}"
@@ -86,8 +83,8 @@ SAMPLING_FIELDS = (
 class SamplingParams(Struct, frozen=True, array_like=True):
     """Sampling and stopping of one request. Encoded as an array: append new fields after the last one, with a default.
 
-    Neutral values: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token; a repetition penalty
-    of 1 and the other penalties at 0 change nothing. Ids and biases are packed little-endian, int32 and float32.
+    The numbers of `SAMPLING_FIELDS` have their neutral values as defaults; temperature 0 is greedy. Ids and biases are
+    packed little-endian, int32 and float32.
     """
 
     max_tokens: int

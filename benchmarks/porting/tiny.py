@@ -95,10 +95,13 @@ def save_tiny(architecture: str, folder: Path, seed: int = 0, **fields: Any) -> 
         warnings.simplefilter("ignore")
         config = AutoConfig.for_model(**(COMMON | TINY[architecture] | fields))
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # These store norm weights minus 1.
-        minus_one = architecture.startswith(("Gemma", "Qwen3_5"))
-        randomize_vectors(model, (-0.5, 0.5) if minus_one else (0.5, 1.5))
+        randomize_vectors(model, norm_range(architecture))
         model.save_pretrained(folder)
+
+
+def norm_range(architecture: str) -> tuple[float, float]:
+    """Return the range of random norm weights of an architecture: about 1, or about 0 if it stores weight - 1."""
+    return (-0.5, 0.5) if architecture.startswith(("Gemma", "Qwen3_5")) else (0.5, 1.5)
 
 
 def randomize_vectors(model: Any, norms: tuple[float, float]) -> None:

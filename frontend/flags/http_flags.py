@@ -92,8 +92,8 @@ HTTP_FLAGS = (
          struct=ChatOptions, field="template", default_text="the checkpoint's, or else a built-in one for its type"),
     Flag("default_max_tokens", _CHAT, "maximum number of tokens of an answer whose request sets no limit", parse_count,
          COUNT, is_everyday=True, struct=ChatOptions, default_text="the rest of the context, as in vLLM"),
-    Flag("generation_config", _HTTP, "auto takes the sampling defaults (temperature, top_p, top_k, min_p, penalties) "
-         "of the checkpoint's generation_config.json; off takes neutral ones",
+    Flag("generation_config", _HTTP, "auto takes the defaults of sampling parameters from the checkpoint's "
+         "generation_config.json; off takes neutral ones",
          choices=get_args(GenerationConfigSource), struct=FrontendConfig),
     Flag("tool_parser", _CHAT, "format in which the model writes tool calls; auto takes that of the chat template, or "
          "else that of the model's type",

@@ -14,6 +14,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from benchmarks.porting.tiny import norm_range
 from tandem.engine_core.attention.triton import RaggedGraphPlanner
 from tandem.engine_core.models.registry import FAMILIES, read_config
 from tandem.engine_core.startup import attention as startup_attention
@@ -59,8 +60,7 @@ def shape(config: str, hidden: int, inner: int, heads: int, kv_heads: int, **fie
         "num_key_value_heads": kv_heads,
         "initializer_range": 1.2 * hidden**-0.5,
     }
-    norms = (-0.5, 0.5) if config.startswith(("Gemma", "Qwen3_5")) else (0.5, 1.5)
-    return Shape(config, COMMON | sizes | fields, norms)
+    return Shape(config, COMMON | sizes | fields, norm_range(config))
 
 
 LLAMA3 = {

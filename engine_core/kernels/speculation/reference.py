@@ -1,7 +1,7 @@
 """Verification of drafts in plain torch and Python: the oracles of the kernels, and the CPU implementation.
 
 A step verifies the drafts of its rows: each row has `queries` adjacent tokens, its newest one and then its drafts. All
-of them are computed and sampled as if the drafts were right. `accept` keeps the sampled tokens up to the first that
+of them are computed and sampled as if the drafts were accepted. `accept` keeps the sampled tokens up to the first that
 differs from its draft. Noise depends on the position alone, so a row gets the tokens that it gets without drafts
 (drafter-invariant coupling: Daliri et al., 2024).
 """
