@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec import structs
 
 from tandem.frontend.api.completions.request import BODY as COMPLETION
 from tandem.frontend.api.messages.request import BODY as MESSAGE
@@ -178,3 +179,10 @@ def test_an_engine_without_drafts_gets_none_and_it_is_named_as_ignored(plain: Sh
 def test_only_chats_have_it() -> None:
     """As in OpenAI's API; elsewhere it is an unknown name."""
     assert not any("prediction" in known.names for known in (COMPLETION, RESPONSE, MESSAGE))
+
+
+def test_a_strict_server_without_drafts_refuses_it(model_dir: Path) -> None:
+    with shared_frontend(model_dir, lambda config: structs.replace(config, unknown_fields="refuse")) as strict:
+        response = post(strict.server, prediction=PREDICTION)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prediction")
+        assert post(strict.server, prediction=None).status_code == 200
