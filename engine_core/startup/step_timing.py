@@ -212,7 +212,7 @@ def _time_steps(runtime: TorchRuntime, config: StepConfig) -> Table:
 
 
 def _begin_rows(runtime: TorchRuntime, config: StepConfig) -> None:
-    """Have each row at the position of `distinct_rows`: at position 0, where unused rows are, no state is read."""
+    """Have each row at the position of `distinct_rows`: unused rows are at position 0, and read no state there."""
     rows, positions = distinct_rows(GraphBucket(config.max_rows, 0), config.max_rows, config.max_len)
     places = list(zip(rows, positions, strict=True))
     begun = tuple([ScheduledSequence(-1, row, position, tokens=pack_ids([0])) for row, position in places])
