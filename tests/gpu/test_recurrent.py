@@ -91,4 +91,6 @@ def test_engines_generate_the_tokens_of_transformers(
     assert (runtime_of(driven).graphs is not None) == (fields["graph_rows"] != "off")
     params = SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)
     assert driven.generate(prompts, [params] * len(prompts)) == expected
+    assert driven.generate(prompts, [params] * len(prompts)) == expected, "from checkpoints"
+    assert driven.engine.scheduler.memory.num_hit_tokens > 0
     assert (driven.engine.stats.preemptions > 0) == (name == "preempted")
