@@ -14,8 +14,8 @@ each after a sentence that the prompt does not have. Both are tokenized by the t
 `constant` is one token again and again. `random` is sampled from random weights: nothing repeats, and drafts only cost
 time.
 
-acceptance: likewise, with drafts that are right with a given probability (`--synthetic-acceptance`), whatever the model
-says, and a fixed number of them.
+acceptance: likewise, with drafts that are accepted with a given probability (`--synthetic-acceptance`), whatever the
+model says, and a fixed number of them.
 
 start: what the graphs of verify steps add to the start, from the engine's log.
 """
@@ -156,7 +156,7 @@ class Bench:
         return next((line for line in self.log if line.startswith("steps that verify drafts")), "not logged")
 
     def force(self, output: Sequence[int] | None, acceptance: float = 0.0) -> None:
-        """Have every request generate an output, or drafts be right with a probability."""
+        """Have every request generate an output, or drafts be accepted with a probability."""
         self.sampler.text.fill_(-1)
         if output is not None:
             self.sampler.text[: len(output)] = torch.tensor(output, dtype=torch.int32, device=self.sampler.text.device)

@@ -85,7 +85,7 @@ class Control:
         self.pause = PauseSwitch()
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
-        """The object used for each identity, regardless of the message that brought it: `Scheduler.commit` compares
+        """The object used for each identity, regardless of the message that carried it: `Scheduler.commit` compares
         by `is`."""
         self.key_limits = KeyLimits(clock)
         self._refused: dict[bytes, tuple[int, Failure]] = {}

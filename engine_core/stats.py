@@ -82,7 +82,7 @@ def count_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
 def count_verified(stats: EngineStats, drafted: list[int], accepted: list[int]) -> None:
     """Count the drafts of rows of a step.
 
-    drafted: number of drafts of each row, at least one; accepted: of those that were right.
+    drafted: number of drafts of each row, at least one; accepted: number of those that were accepted.
     """
     stats.spec_decode_num_drafts += len(drafted)
     stats.spec_decode_num_draft_tokens += sum(drafted)

@@ -344,8 +344,8 @@ class EngineOptions(Struct, frozen=True):
     speculate_tokens: Annotated[
         SpeculateTokens,
         EngineFlag(
-            "maximum number of drafts that a step verifies for each sequence; auto follows how many are right, down "
-            "to 0",
+            "maximum number of drafts that a step verifies for each sequence; auto adapts it to the number of accepted "
+            "drafts, down to 0",
             _speculate_tokens,
             bounds=(1, 7),
         ),
@@ -362,7 +362,7 @@ class EngineOptions(Struct, frozen=True):
     synthetic_acceptance: Annotated[
         float | None,
         EngineFlag(
-            "benchmarks, with --developer on: share of drafts that are taken as right, whatever the model says",
+            "benchmarks, with --developer on: share of drafts that are accepted, whatever the model says",
             bounds=(0, 1),
         ),
     ] = None

@@ -177,7 +177,7 @@ class DetailedOutput(StepOutput, frozen=True, array_like=True, tag=7):
     drafted: bytes = b""
     """Requests whose drafts were verified, once for each step, packed as little-endian uint64."""
     drafts: bytes = b""
-    """Three bytes for each of them: the number of its drafts, that of the right ones, also behind a token that ended
+    """Three bytes for each of them: the number of its drafts, that of the accepted ones, also behind a token that ended
     the sequence, and 1 if the drafts are from the prediction of the request, else 0."""
 
 
@@ -240,7 +240,7 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     drafted: int = 0
     """Number of drafts that were verified for it."""
     accepted: int = 0
-    """Number of those that were right."""
+    """Number of those that were accepted."""
 
 
 class InspectedSession(Struct, frozen=True, array_like=True):
@@ -263,7 +263,7 @@ class Speculation(Struct, frozen=True, array_like=True):
     max_drafts: int
     """Maximum number of drafts that a step verifies for each sequence."""
     is_adaptive: bool
-    """True if steps verify fewer where few are right."""
+    """True if steps verify fewer when few are accepted."""
 
 
 class Inspection(Event, frozen=True, array_like=True, tag=5):

@@ -348,7 +348,7 @@ class KVManager:
         return tuple([page for table in seq.pages for page in table[first:last]])
 
     def on_launch(self, seq: Sequence, row: ScheduledSequence) -> None:
-        """Record the pages that a launched row brought to the device.
+        """Record the pages that a launched row uploaded.
 
         Also publish the pages that it filled with known tokens. Pages outside a window are given up then, or before the
         sequence gets its next page.

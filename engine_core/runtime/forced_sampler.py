@@ -1,7 +1,7 @@
-"""Sampling for benchmarks: a given text, or drafts that are right with a given probability.
+"""Sampling for benchmarks: a given text, or drafts that are accepted with a given probability.
 
-With random weights no draft is ever right, but a step takes as long as with others. So a benchmark chooses the tokens:
-those of a text (teacher forcing), or as many right drafts as some drafter has.
+With random weights no draft is ever accepted, but a step takes as long as with others. So a benchmark chooses the
+tokens: those of a text (teacher forcing), or as many accepted drafts as some drafter has.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ class ForcedSampler:
         """Keep a sampler and what replaces its tokens.
 
         text: [N] int32, the tokens that every row generates, -1 for those that are sampled; acceptance: [] float32,
-        probability that a draft is right; 0: it is right if it equals the token.
+        probability that a draft is accepted; 0: it is accepted if it equals the token.
         """
         self.sampler = sampler
         self.tables = tables

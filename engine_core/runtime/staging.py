@@ -17,7 +17,7 @@ Only in steps that need them:
         them.
     record_index [R]: samples whose log-probabilities are wanted, added by the runtime.
     upload_index [U] int64, upload_tokens [U]: new tokens, at indices of the flat token table.
-    length_rows [L] int64, lengths [L]: rows that bring tokens, and how many tokens of each are known then.
+    length_rows [L] int64, lengths [L]: rows with uploaded tokens, and how many tokens of each are known then.
     page_index [G] int64, pages [G]: new pages, at indices of the flat table of all groups' pages.
     ints [A * INT_COLUMNS] int64, floats [A * FLOAT_COLUMNS], suppressed [A * MAX_SUPPRESSED]: parameters of A admitted
         rows, as in the sampling tables.
@@ -121,7 +121,7 @@ class Packed:
 def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int, max_prediction: int = 0) -> int:
     """Return the maximum number of int32 words that a step can need.
 
-    pages: entries of page tables that it can bring; uploads: tokens that it can bring beyond those that it computes;
+    pages: entries of page tables that it can upload; uploads: tokens that it can upload but not compute;
     max_prediction: tokens of the prediction of a row.
     """
     admissions = max_rows * (2 * len(INT_COLUMNS) + len(FLOAT_COLUMNS) + MAX_SUPPRESSED + 3 * MAX_LOGIT_BIAS)
@@ -249,21 +249,21 @@ def _add_updates(plan: StepPlan, max_len: int, columns: Sequence[PageColumns], p
         packed.add("upload_tokens", np.concatenate(tokens))
         packed.add_wide("length_rows", np.array(rows, np.int64))
         packed.add("lengths", np.array(lengths, np.int32))
-    brought = [r for r in plan.updated_rows if r.new_pages]
-    if brought and len(columns) == 1 and not columns[0].ring:
-        _add_pages(brought, columns[0].count, packed)
-    elif brought:
-        _add_group_pages(brought, columns, packed)
+    paged = [r for r in plan.updated_rows if r.new_pages]
+    if paged and len(columns) == 1 and not columns[0].ring:
+        _add_pages(paged, columns[0].count, packed)
+    elif paged:
+        _add_group_pages(paged, columns, packed)
 
 
-def _add_pages(brought: Sequence[ScheduledSequence], width: int, packed: Packed) -> None:
+def _add_pages(paged: Sequence[ScheduledSequence], width: int, packed: Packed) -> None:
     """Add the new pages of rows of the only KV group.
 
     width: columns of the page table.
     """
     index: list[int] = []
     pages: list[int] = []
-    for r in brought:
+    for r in paged:
         first = r.row * width + r.first_page
         index += range(first, first + len(r.new_pages))
         pages += r.new_pages
@@ -271,17 +271,17 @@ def _add_pages(brought: Sequence[ScheduledSequence], width: int, packed: Packed)
     packed.add("pages", np.array(pages, np.int32))
 
 
-def _add_group_pages(brought: Sequence[ScheduledSequence], columns: Sequence[PageColumns], packed: Packed) -> None:
+def _add_group_pages(paged: Sequence[ScheduledSequence], columns: Sequence[PageColumns], packed: Packed) -> None:
     """Add the new pages of all KV groups, to each of their columns.
 
     Of more pages than a group with a window keeps, only the last ones are added.
     """
     groups = len(columns)
-    count = np.array([len(r.new_pages) // groups for r in brought])
-    first = np.array([r.first_page for r in brought])
-    pages = np.concatenate([np.array(r.new_pages, np.int32).reshape(groups, -1) for r in brought], axis=1)
+    count = np.array([len(r.new_pages) // groups for r in paged])
+    first = np.array([r.first_page for r in paged])
+    pages = np.concatenate([np.array(r.new_pages, np.int32).reshape(groups, -1) for r in paged], axis=1)
     # Of each page: begin of its row in the table, its index in the row, and one past the row's last index.
-    row = np.repeat(np.array([r.row for r in brought], np.int64) * sum(own.count for own in columns), count)
+    row = np.repeat(np.array([r.row for r in paged], np.int64) * sum(own.count for own in columns), count)
     number = np.arange(len(row)) + np.repeat(first - np.cumsum(count) + count, count)
     end = np.repeat(first + count, count)
     index: list[NDArray[np.int64]] = []

@@ -24,7 +24,7 @@ from tandem.protocol.params import MAX_LOGIT_BIAS
 class DeviceTables:
     """Tables on the device, indexed by row.
 
-    Launches that bring updates write them in stream order; every forward pass and sampling reads them.
+    Launches with updates write them in stream order; every forward pass and sampling reads them.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class DeviceTables:
             table.suppressed.index_copy_(0, rows, field(inputs, packed, "suppressed").view(-1, MAX_SUPPRESSED))
 
     def _write_biases(self, inputs: Tensor, packed: Packed, admitted: NDArray[np.int64]) -> None:
-        """Replace the biases of admitted rows, [A], by those that a step brings."""
+        """Replace the biases of admitted rows, [A], by those that a step uploads."""
         ids, values = self.sampling.bias[0], self.sampling.bias[1]
         ids.index_fill_(0, wide_field(inputs, packed, "ints")[:: len(INT_COLUMNS)], -1)
         self.biased[admitted] = False

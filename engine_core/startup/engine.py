@@ -98,7 +98,7 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
     if options.speculate != "off" and model_config.recurrent_layers:
         raise ConfigError(
             f"--speculate {options.speculate}: {model_config.architecture} has recurrent layers, whose state cannot go "
-            "back to the last right draft; leave the flag out"
+            "back to the last accepted draft; leave the flag out"
         )
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")

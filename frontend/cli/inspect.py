@@ -125,7 +125,7 @@ def _pause(pause: dict[str, Any]) -> str:
 
 
 def _speculation(found: dict[str, Any]) -> str:
-    """Describe how tokens are drafted, and how many drafts were right."""
+    """Describe how tokens are drafted, and how many drafts were accepted."""
     rate = "none yet" if found["acceptance_rate"] is None else f"{found['acceptance_rate']:.1%}"
     most = f"{'up to ' if found['adaptive'] else ''}{found['max_drafts']} drafts a step"
     positions = ", ".join(map(str, found["accepted_tokens_per_position"]))

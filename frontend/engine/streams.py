@@ -157,9 +157,9 @@ class DraftCounts(Struct):
 
     drafted: int = 0
     accepted: int = 0
-    """Number of those that were right."""
+    """Number of those that were accepted."""
     predicted: int = 0
-    """Number of those from the prediction of the request; likewise `accepted_predicted`, among the right ones."""
+    """Number of those from the prediction of the request; likewise `accepted_predicted`, among the accepted ones."""
     accepted_predicted: int = 0
 
     def add(self, drafted: int, accepted: int, is_predicted: bool) -> None:

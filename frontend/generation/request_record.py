@@ -45,7 +45,7 @@ class RequestRecord(Struct):
     drafted_tokens: int = 0
     """Drafts that the engine verified for them."""
     accepted_tokens: int = 0
-    """Drafts that were right."""
+    """Drafts that were accepted."""
     submitted_at: float | None = None
     """Time at which its sequences were first sent to an engine."""
     first_token_at: float | None = None

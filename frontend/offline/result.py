@@ -81,7 +81,7 @@ class Result(Struct, frozen=True):
     drafted_tokens: int = 0
     """Number of drafts that were verified for the choices."""
     accepted_tokens: int = 0
-    """Number of drafts that were right: as many steps less."""
+    """Number of drafts that were accepted. Each saves one step."""
 
     @property
     def text(self) -> str:
