@@ -11,9 +11,9 @@ multiple of the interval below the row's length. So a checkpoint is a copy of th
 - at the end of a prompt;
 - at the end of a turn, unless the base covers tokens that are not known yet;
 - where the pages match further than the checkpoints: other prompts evidently have the same beginning;
-- in a long prompt some tokens before its end, if the end is so near to a boundary that the template's last tokens,
-  which the next turn may leave out, are in the state;
-- when a sequence is preempted, for itself alone.
+- also before the end of a long prompt, if the state at the end covers some of the last TEMPLATE_TOKENS: the next turn
+  may leave these out, and could not continue from it;
+- when a sequence is preempted, as a private checkpoint.
 
 Copies are part of steps. A save is executed by the step that is launched next, before its rows change any state: a node
 has its checkpoint as soon as the step that computes it is launched, whatever becomes of the row. A load is executed by

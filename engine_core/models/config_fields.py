@@ -1,7 +1,7 @@
 """The reading of a config.json, shared by all families.
 
-A family names the fields that it reads in a struct. Whatever it does not support is refused by name: a field that would
-change the output is never ignored.
+A family names the fields that it reads in a struct. Fields in `_NO_OP_VALUES` that it does not read are refused unless
+they have no effect. All other fields are ignored.
 """
 
 import logging
@@ -180,8 +180,8 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
     def read(self, kind: type[F]) -> F:
         """Return the fields that a family reads.
 
-        Raises ConfigError that names malformed fields, and all that the family does not read but that would change the
-        output.
+        Raises ConfigError that names malformed fields, and fields of `_NO_OP_VALUES` that have an effect and that the
+        family does not read.
         """
         try:
             fields = msgspec.convert(self.fields, kind)

@@ -199,9 +199,10 @@ def build_model(
 
 
 def unmatched_entries(quantization: Quantization, model: Model) -> tuple[str, ...]:
-    """Return the entries of a quantization config that name no module of the checkpoint, or else of the model.
+    """Return the entries of a quantization config that match no module.
 
-    Those that name modules of other modalities or of multi-token prediction are left out.
+    They are matched with the tensor names of the checkpoint if these are known, else with those of the model. Entries
+    for other modalities and multi-token prediction are left out.
     """
     if quantization.unmatched is not None:
         return quantization.unmatched

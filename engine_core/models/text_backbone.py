@@ -10,7 +10,7 @@ TEXT_BACKBONES = {
 """Multimodal architectures that are served as text models: the architecture of the text backbone alone, by the
 `model_type` in the `text_config`."""
 _MULTI_TOKEN = ("mtp",)
-"""First components of the names of tensors that predict several tokens at once, after `model.` or not."""
+"""First components, after an optional `model.`, of the names of tensors of multi-token prediction."""
 _OTHER_MODALITIES = (
     "visual", "vision_tower", "vision_model", "embed_vision", "audio_tower", "embed_audio", "multi_modal_projector",
 )  # fmt: skip

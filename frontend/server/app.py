@@ -71,7 +71,7 @@ def create_app(service: Service) -> ASGIApp:
     )
     routers = build_routers(service)
     for router in routers:
-        # Added directly, since include_router() would rebuild each route for a prefix and dependencies that it lacks.
+        # Not include_router(), which copies every route to apply a prefix and dependencies. These routes have none.
         app.router.routes.extend(router.routes)
     _install_error_handlers(app)
     _install_openapi(app, routers, service)
