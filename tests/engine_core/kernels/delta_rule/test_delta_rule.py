@@ -148,3 +148,15 @@ def test_gates_of_attention_equal_the_oracle(device: str) -> None:
     heads = torch.randn(3, 8, 32, device=device)
     x, gate = torch.randn(3, 96, device=device), heads[:, 1:6:2]
     torch.testing.assert_close(sigmoid_gate(x, gate), reference.sigmoid_gate(x, gate))
+
+
+@pytest.mark.parametrize("oracle", [False, True])
+def test_a_chunk_equals_its_tokens_one_by_one(oracle: bool, device: str) -> None:
+    """Outputs and state, from the middle of the ring over a boundary of pieces."""
+    chunk, steps = ([case for case in pair([72], device)][oracle] for _ in range(2))
+    for case in (chunk, steps):
+        case.step([(1, 0, 54)])
+    found = chunk.step([(1, 54, 18)])
+    expected = torch.cat([steps.step([(1, 54 + step, 1)], 1) for step in range(18)])
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(chunk.state.base[1], steps.state.base[1], atol=TOLERANCE, rtol=TOLERANCE)
