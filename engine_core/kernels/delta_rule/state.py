@@ -172,5 +172,8 @@ class Pieces:
 
 
 def max_pieces(tokens: int, spans: int) -> int:
-    """Return the largest number of pieces. spans: largest number of rows that the tokens belong to."""
-    return tokens // PIECE + 2 * spans
+    """Return the largest number of pieces. spans: largest number of rows that the tokens belong to.
+
+    Two tokens of a row can be two pieces; every other piece takes PIECE tokens more.
+    """
+    return min(tokens, 2 * spans + max(0, tokens - 2 * spans) // PIECE)

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from tandem.engine_core.kernels.delta_rule.gates import sigmoid_gate
 from tandem.engine_core.kernels.delta_rule.pieces import find_pieces
-from tandem.engine_core.kernels.delta_rule.state import TokenRows
+from tandem.engine_core.kernels.delta_rule.state import PIECE, TokenRows, max_pieces
 from tandem.engine_core.kernels.kernel_set import torch_kernels, triton_kernels
 from tandem.engine_core.kernels.reference import delta_rule as reference
 from tests.support.delta_rule_case import SMALL, DeltaRuleCase, Work
@@ -153,10 +153,22 @@ def test_gates_of_attention_equal_the_oracle(device: str) -> None:
 @pytest.mark.parametrize("oracle", [False, True])
 def test_a_chunk_equals_its_tokens_one_by_one(oracle: bool, device: str) -> None:
     """Outputs and state, from the middle of the ring over a boundary of pieces."""
-    chunk, steps = ([case for case in pair([72], device)][oracle] for _ in range(2))
+    chunk, steps = (pair([72], device)[oracle] for _ in range(2))
     for case in (chunk, steps):
         case.step([(1, 0, 54)])
     found = chunk.step([(1, 54, 18)])
     expected = torch.cat([steps.step([(1, 54 + step, 1)], 1) for step in range(18)])
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(chunk.state.base[1], steps.state.base[1], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_the_largest_number_of_pieces_is_exact() -> None:
+    """A span of L tokens has at most 1 + ceil((L - 1) / 64) pieces, if it begins before a boundary."""
+    most = [0] * 200
+    for spans in range(1, 4):
+        more = [
+            max((most[tokens - length] + 1 + -(-(length - 1) // PIECE) for length in range(1, tokens + 1)), default=0)
+            for tokens in range(200)
+        ]
+        most = [max(counts) for counts in zip(most, more, strict=True)]
+        assert most == [max_pieces(tokens, spans) for tokens in range(200)]
