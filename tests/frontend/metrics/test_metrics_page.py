@@ -7,9 +7,12 @@ import subprocess
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem.engine_core.stats import count_verified, new_stats
+from tandem.frontend.engine.metrics import HeartbeatCollector
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.metrics.vllm_names import VLLM_NAMES
+from tandem.protocol.events import Heartbeat, Phase
 from tests.support.metric_tables import PAGE, engine_sources, render, sections, supervisor_sources, written
 
 
@@ -55,3 +58,19 @@ def test_metrics_that_vllm_has_are_repeated_under_its_names() -> None:
         "# TYPE vllm:iteration_tokens_total histogram",
     ):
         assert line in repeated, line
+
+
+def test_drafts_have_the_names_labels_and_numbers_of_vllm() -> None:
+    """Three rows of steps with 3, 1 and 3 drafts, of which 2, 0 and 3 were right."""
+    stats = new_stats()
+    count_verified(stats, [3, 1], [2, 0])
+    count_verified(stats, [3], [3])
+    text = Exposition([HeartbeatCollector(Heartbeat(1, Phase.READY, 100, "", 0, stats))], lambda: "m", True).text()
+    assert [line for line in text.splitlines() if line.startswith("vllm:spec_decode")] == [
+        'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0',
+        'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 7.0',
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 5.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 2.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 2.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 1.0',
+    ]
