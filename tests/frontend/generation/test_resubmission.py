@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tandem.frontend.engine.compatibility import Fingerprints
+from tandem.frontend.engine.streams import DraftCounts
+from tandem.protocol.codec import step_output, with_details
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
-from tests.fakes.engine_link import FACTS, connect, heartbeat, install
+from tests.fakes.engine_link import FACTS, FakeLink, connect, heartbeat, install
 from tests.support.effort import EFFORT
 from tests.support.engine_world import HOLD, LENGTH, World
 from tests.support.refusals import numbers_in
@@ -64,6 +66,26 @@ def test_a_request_without_output_is_answered_by_the_next_engine(stream: bool, c
     world = run(scenario)
     assert sample(world, "tandem_frontend_resubmitted_requests_total") == 1
     assert sample(world, "tandem_frontend_engine_losses_total") == 1
+
+
+def test_drafts_of_a_lost_engine_are_not_counted() -> None:
+    async def scenario(world: World) -> None:
+        def report(link: FakeLink, drafts: list[int]) -> None:
+            ids = [one.request_id for one in link.submitted]
+            link.streams.deliver(with_details(step_output(0, [], []), [], ids, drafts))
+
+        first = await world.engine()
+        asked = await world.ask(2, stream=False)
+        await world.step(0, LENGTH - 1)
+        report(first, [3, 2, 1, 3, 0, 0])
+        assert asked.generation.drafts() == DraftCounts(6, 2, 3, 2)
+        await world.lose()
+        report(await world.engine(), [7, 4, 1, 5, 1, 1])
+        await world.finish()
+        assert asked.texts == asked.expected
+        assert asked.generation.drafts() == DraftCounts(12, 5, 12, 5)
+
+    run(scenario)
 
 
 def test_a_whole_reply_begins_anew_after_any_output() -> None:
