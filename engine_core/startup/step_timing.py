@@ -49,7 +49,7 @@ def measure_costs(runtime: TorchRuntime, config: StepConfig, model: ModelConfig,
         table = _time_steps(runtime, config) if graphs is None else _time_graphs(runtime, graphs, config)
         if graphs is not None:
             graphs.prefer(_faster_graphs(runtime, graphs, table))
-    return StepCosts(without_outliers(table), attention_share(model, layout))
+    return StepCosts(without_outliers(table), attention_share(model, layout, config.max_len))
 
 
 def without_outliers(table: Table) -> Table:
@@ -100,13 +100,21 @@ def prompts_alone(table: Table, positions: int) -> float:
     return fast + (slow - fast) * max(0, positions - small) / max(1, large - small)
 
 
-def attention_share(model: ModelConfig, layout: KVLayout) -> AttentionShare:
-    """Return the work of attention relative to the GEMMs, from a model's sizes."""
+def attention_share(model: ModelConfig, layout: KVLayout, max_len: int) -> AttentionShare:
+    """Return the work of attention relative to the GEMMs, from a model's sizes.
+
+    Work grows in proportion to the context, as `StepCosts` expects, so that of layers with a window is spread over
+    `max_len` positions.
+    """
     weights = model.active_weights + model.vocab_size * model.hidden_size
+    windows = [min(model.attention[layer].window or max_len, max_len) for layer in model.attention_layers]
+    attended = sum(windows) / (len(windows) * max_len)
+    # A prompt of max_len positions has w * (max_len - w / 2) pairs in a layer with a window of w.
+    paired = sum(window * (2 * max_len - window) for window in windows) / max_len**2
     # A pair takes two dot products of the head size per head and layer, a position one multiplication per weight.
     return AttentionShare(
-        context=layout.token_bytes / (weights * layout.dtype.itemsize),
-        pairs=2 * len(model.attention_layers) * model.heads * model.head_dim / weights,
+        context=attended * layout.token_bytes / (weights * layout.dtype.itemsize),
+        pairs=2 * paired * model.heads * model.head_dim / weights,
     )
 
 

@@ -34,9 +34,22 @@ def test_attention_is_reckoned_from_the_sizes_of_a_model() -> None:
         head_dim=model.head_dim,
         dtype=torch.bfloat16,
     )
-    share = attention_share(model, layout)
+    share = attention_share(model, layout, 32_768)
     assert share.context == pytest.approx(2**17 / 15.0e9, rel=0.01)
     assert share.pairs == pytest.approx(2 * 32 * 4096 / 7.5e9, rel=0.01)
+
+
+def test_attention_within_windows_is_reckoned_at_the_longest_sequence() -> None:
+    """29 of the 34 layers of Gemma 3 4B have a window of 1,024."""
+    model = read_config(SHAPES / "gemma-3-4b")
+    layout = KVLayout.of_one_group(
+        model.layers, page_size=16, kv_heads=model.kv_heads, head_dim=model.head_dim, dtype=torch.bfloat16
+    )
+    near, far = attention_share(model, layout, 1024), attention_share(model, layout, 32_768)
+    assert far.context / near.context == pytest.approx((5 + 29 / 32) / 34)
+    length, window = 32_768, 1024
+    pairs = sum(min(position + 1, window) for position in range(length)) / sum(range(length + 1))
+    assert far.pairs / near.pairs == pytest.approx((5 + 29 * pairs) / 34, rel=1e-3)
 
 
 def test_without_graphs_durations_grow_with_rows_and_tokens() -> None:
