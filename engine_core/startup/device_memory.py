@@ -8,12 +8,15 @@ import math
 import time
 from collections.abc import Callable
 
+import torch
 from msgspec import Struct
 
 from tandem.engine_core.config import GPU_SHARE, StepConfig
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES, Loadable
-from tandem.engine_core.models.registry import open_checkpoint
+from tandem.engine_core.models.registry import build_model
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.kv_sizing import GIB
@@ -39,13 +42,18 @@ class MemoryDemand(Struct, frozen=True):
     """Bytes that it uses if they are free."""
 
 
-def weight_bytes(source: ModelSource) -> int:
+def weight_bytes(source: ModelSource, checkpoint: Checkpoint) -> int:
     """Return the bytes of all tensors of the checkpoint as the engine stores them.
 
     Weights have the engine's dtype, quantized weights the checkpoint's.
     """
-    tensors = open_checkpoint(source.directory, source.model).tensors.values()
-    return sum(math.prod(tensor.shape) * _itemsize(tensor, source) for tensor in tensors)
+    return sum(math.prod(tensor.shape) * _itemsize(tensor, source) for tensor in checkpoint.tensors.values())
+
+
+def dummy_bytes(source: ModelSource) -> int:
+    """Return the bytes of the weights of a model that is served without a checkpoint."""
+    context = torch_build_context(torch.device("meta"), source.dtype, source.model.quantization)
+    return model_bytes(build_model(source.model, context))
 
 
 def model_bytes(model: Loadable) -> int:
@@ -64,13 +72,12 @@ def _itemsize(tensor: StoredTensor, source: ModelSource) -> int:
     return 1 if is_quantized_now else source.dtype.itemsize
 
 
-def memory_demand(config: StepConfig, source: ModelSource, total: int) -> MemoryDemand:
-    """Compute the memory that an engine asks for on a GPU of `total` bytes.
+def memory_demand(config: StepConfig, source: ModelSource, weights: int, total: int) -> MemoryDemand:
+    """Compute the memory that an engine asks for on a GPU.
 
-    Raises ConfigError for a checkpoint that cannot be read.
+    weights, total: bytes of the weights, and of the GPU.
     """
     options = config.options
-    weights = 0 if options.load_format == "dummy" else weight_bytes(source)
     pool = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * source.layout.token_bytes
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     # The existing checks refuse a model that no GPU of this size holds.

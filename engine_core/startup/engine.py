@@ -37,6 +37,7 @@ from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.kv_cache.state_slots import StateSlots
 from tandem.engine_core.kv_cache.states import StateCache
 from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import open_checkpoint, read_config
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
@@ -49,7 +50,7 @@ from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import StepCosts
 from tandem.engine_core.startup.device import DeviceParts, open_parts
-from tandem.engine_core.startup.device_memory import memory_demand, wait_for_memory
+from tandem.engine_core.startup.device_memory import dummy_bytes, memory_demand, wait_for_memory, weight_bytes
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
@@ -153,11 +154,13 @@ def build_engine(
     if kind == "cpu":
         torch.set_num_threads(configuration.resolve_threads(options, usable_cores()))
     parts = new_parts(kind)
-    has_memory = kind == "cpu" or _wait_for_memory(resolved, parts, status)
+    checkpoint = None if options.load_format == "dummy" else open_checkpoint(source.directory, source.model)
+    has_memory = kind == "cpu" or _wait_for_memory(resolved, checkpoint, parts, status)
     log = StartLog(time.monotonic, parts.device.held_bytes)
     constraints = _start_constraints(_num_grammar_workers(options, kind), source, mailbox, status.stats)
     try:
-        runtime, config = build_runtime(resolved.config, source, parts, constraints.mask_builder, status, log)
+        builder = constraints.mask_builder
+        runtime, config = build_runtime(resolved.config, source, checkpoint, parts, builder, status, log)
     except MemoryTooSmallError as error:
         if has_memory:
             raise
@@ -174,7 +177,7 @@ def build_engine(
         "%s on %s in %s: %d rows, %d KV tokens in pages of %d, %d positions a step, %s",
         config.model_name,
         config.device,
-        _formats(config, source),
+        _formats(config, source, checkpoint),
         config.max_rows,
         config.kv_tokens,
         config.page_size,
@@ -184,23 +187,28 @@ def build_engine(
     return engine
 
 
-def _wait_for_memory(resolved: ResolvedEngine, parts: DeviceParts, status: Status) -> bool:
+def _wait_for_memory(
+    resolved: ResolvedEngine, checkpoint: Checkpoint | None, parts: DeviceParts, status: Status
+) -> bool:
     """Wait until no other process holds memory that the engine asks for.
 
-    Return False if another process still holds some.
+    Return False if another process still holds some. checkpoint: None for dummy weights.
     """
-    demand = memory_demand(resolved.config, resolved.source, parts.device.total_bytes())
+    source = resolved.source
+    weights = dummy_bytes(source) if checkpoint is None else weight_bytes(source, checkpoint)
+    demand = memory_demand(resolved.config, source, weights, parts.device.total_bytes())
     return wait_for_memory(parts.device, demand, status)
 
 
-def _formats(config: EngineConfig, source: ModelSource) -> str:
+def _formats(config: EngineConfig, source: ModelSource, checkpoint: Checkpoint | None) -> str:
     """Name the dtype, and the dtypes of weights, keys and values if they differ."""
     names = [config.dtype]
     quantization = source.model.quantization
     if quantization is not None:
-        is_unknown = config.options.load_format == "dummy" or quantization == FP8_AT_LOAD
-        checkpoint = None if is_unknown else open_checkpoint(source.directory, source.model)
-        formats = WeightFormats() if checkpoint is None else weight_formats(checkpoint, quantization)
+        if checkpoint is None or quantization == FP8_AT_LOAD:
+            formats = WeightFormats()
+        else:
+            formats = weight_formats(checkpoint, quantization)
         is_mixed = formats.num_quantized < formats.num_layers
         names.append(formats.text if is_mixed else f"weights in {quantization}")
         if config.device == "cpu" and (formats.num_quantized or not formats.num_layers):

@@ -82,8 +82,9 @@ def preflight(
             check_installed()
             check_gpu(gpus[0].traits)
         is_dummy = options.load_format == "dummy"
-        formats, dummy_bytes = _check_weights(resolved.source, are_here=stored_bytes is None and not is_dummy)
-        weights = dummy_bytes if is_dummy else _weight_bytes(resolved, stored_bytes)
+        formats, weights = _check_weights(resolved.source, are_here=stored_bytes is None and not is_dummy)
+        if stored_bytes is not None and not is_dummy:
+            weights = _weight_bytes(resolved, stored_bytes)
         model["weights"] = _weights_line(resolved, weights, formats)
         if formats.note:
             model["16-bit layers"] = formats.note
@@ -124,7 +125,7 @@ def _gpu_line(gpu: Gpu) -> str:
 
 
 def _check_weights(source: ModelSource, are_here: bool) -> tuple[WeightFormats, int]:
-    """Return the formats of the linear layers, and the bytes of the model.
+    """Return the formats of the linear layers, and the bytes of the weights.
 
     are_here: False for weights that are not downloaded: at most their names are known, from the index. Otherwise only
     headers are read, and weights that may be tied, to compare them.
@@ -140,19 +141,17 @@ def _check_weights(source: ModelSource, are_here: bool) -> tuple[WeightFormats, 
     formats = WeightFormats() if checkpoint is None else weight_formats(checkpoint, quantization)
     if quantization is not None and (entries := unmatched_entries(quantization, model)):
         formats = structs.replace(formats, unmatched=unmatched_text(entries))
-    return formats, model_bytes(model)
+    return formats, model_bytes(model) if checkpoint is None else weight_bytes(source, checkpoint)
 
 
-def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:
-    """Return the bytes of all tensors of the checkpoint in the dtype of the engine.
+def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int) -> int:
+    """Return the bytes of a checkpoint that is not here, in the dtype of the engine.
 
-    Raises ConfigError if those that are not here have a dtype that is not read.
+    Raises ConfigError if it has a dtype that is not read.
     """
-    if stored_bytes is not None and resolved.source.model.quantization is not None:
+    if resolved.source.model.quantization is not None:
         return stored_bytes  # With --quantize it is less.
-    if stored_bytes is not None:
-        return stored_bytes * resolved.source.dtype.itemsize // _stored_itemsize(resolved.source.model.dtype)
-    return weight_bytes(resolved.source)
+    return stored_bytes * resolved.source.dtype.itemsize // _stored_itemsize(resolved.source.model.dtype)
 
 
 def _stored_itemsize(name: str | None) -> int:

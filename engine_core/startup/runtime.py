@@ -19,9 +19,10 @@ from tandem.engine_core.kernels.delta_rule.state import ModelStates
 from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import Model, build_model, open_checkpoint
+from tandem.engine_core.models.registry import Model, build_model
 from tandem.engine_core.runtime.device import StepClock
 from tandem.engine_core.runtime.forced_sampler import ForcedSampler
 from tandem.engine_core.runtime.graphs import StepGraphs
@@ -168,15 +169,23 @@ class RuntimeBuilder(Struct, frozen=True):
 
 
 def build_runtime(
-    config: StepConfig, source: ModelSource, parts: DeviceParts, filler: MaskFiller, status: Status, log: StartLog
+    config: StepConfig,
+    source: ModelSource,
+    checkpoint: Checkpoint | None,
+    parts: DeviceParts,
+    filler: MaskFiller,
+    status: Status,
+    log: StartLog,
 ) -> tuple[TorchRuntime, EngineConfig]:
     """Load, measure and allocate everything, and run each path once.
 
-    Raises ConfigError if the model cannot be loaded, MemoryTooSmallError if the memory does not suffice.
+    checkpoint: None for dummy weights. Raises ConfigError if the model cannot be loaded, MemoryTooSmallError if the
+    memory does not suffice.
     """
     free_at_start = parts.device.free_bytes()
     try:
-        return _build(_new_builder(config, source, parts, filler, status, log), free_at_start, status, log)
+        builder = _new_builder(config, source, checkpoint, parts, filler, status, log)
+        return _build(builder, free_at_start, status, log)
     except (RuntimeError, DeviceMemoryError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -236,11 +245,17 @@ def _build(
 
 
 def _new_builder(
-    config: StepConfig, source: ModelSource, parts: DeviceParts, filler: MaskFiller, status: Status, log: StartLog
+    config: StepConfig,
+    source: ModelSource,
+    checkpoint: Checkpoint | None,
+    parts: DeviceParts,
+    filler: MaskFiller,
+    status: Status,
+    log: StartLog,
 ) -> RuntimeBuilder:
     device = parts.device
     parts.check_kv(source.layout.dtype)
-    model = _load_model(config.options, source, parts.build_context(source.model, source.dtype), status)
+    model = _load_model(config.options, source, checkpoint, parts.build_context(source.model, source.dtype), status)
     log.mark("weights")
     calibrate_kv_scales(model, source.layout, source.dtype, config.max_len)
     vocab_size = source.model.vocab_size
@@ -303,12 +318,13 @@ def _forced(sampler: Sampler, tables: DeviceTables, config: StepConfig, vocab_si
     return ForcedSampler(sampler, tables.sampling, text.to(device), acceptance.to(device))
 
 
-def _load_model(options: EngineOptions, source: ModelSource, context: BuildContext, status: Status) -> Model:
-    if options.load_format == "dummy":
+def _load_model(
+    options: EngineOptions, source: ModelSource, checkpoint: Checkpoint | None, context: BuildContext, status: Status
+) -> Model:
+    if checkpoint is None:
         model = build_model(source.model, context, options.max_len)
         fill_with_noise(model)
         return model
-    checkpoint = open_checkpoint(source.directory, source.model)
     model = build_model(source.model, context, options.max_len, checkpoint)
     load_weights(model, checkpoint, LoadingProgress(status).report)
     return model

@@ -7,13 +7,16 @@ import pytest
 
 from tandem.engine_core import __main__ as process
 from tandem.engine_core.errors import ConfigError, DeviceBusyError, MemoryTooSmallError
+from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.startup import engine as startup
 from tandem.engine_core.startup.device_memory import (
     MAX_WAIT_SECONDS,
     SETTLED_SECONDS,
     MemoryDemand,
+    dummy_bytes,
     memory_demand,
     wait_for_memory,
+    weight_bytes,
 )
 from tandem.engine_core.startup.engine import resolve_engine
 from tandem.engine_core.startup.kv_sizing import GIB
@@ -103,9 +106,12 @@ def test_demand_follows_from_checkpoint_and_flags(
     write_model(tmp_path)
     resolved = resolve_engine(EngineOptions(model=str(tmp_path), device="cuda", **options), cuda=True)
     assert resolved.source.layout.token_bytes == 128 * 2
-    demand = memory_demand(resolved.config, resolved.source, 80 * GIB)
+    checkpoint = open_checkpoint(tmp_path, resolved.source.model)
+    stored = weight_bytes(resolved.source, checkpoint)
+    assert dummy_bytes(resolved.source) == stored + 2 * 2 * 4, "with a scale of keys and of values for each layer"
+    demand = memory_demand(resolved.config, resolved.source, stored, 80 * GIB)
     weights = demand.needed - (pool if "kv_memory" in options else pool * 2)
-    assert 0 < weights < 2**20
+    assert 0 < weights == stored < 2**20
     assert demand.wanted == (wanted or demand.needed)
 
 

@@ -19,6 +19,7 @@ from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.settings import WorkerFacts
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.engine import (
@@ -41,6 +42,7 @@ from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.model_folder import write_config, write_model
+from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 from tests.support.refusals import numbers_in
 from tests.support.tiny_llama import CONFIG, Compared, random_model
 
@@ -79,6 +81,18 @@ def test_a_built_engine_answers(folder: Path, pipeline: Any) -> None:
     assert isinstance(outcome, Finished)
     assert outcome.reason in (FinishReason.LENGTH, FinishReason.STOP)
     Compared().check(random_model(), prompt, mailbox.received[CLIENT, 1], params, False)
+
+
+def test_headers_of_a_checkpoint_are_opened_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantize_checkpoint(folder, LAYOUTS["int8"])
+    opened, open_folder = list[Path](), Checkpoint.open
+    monkeypatch.setattr(Checkpoint, "open", lambda directory: opened.append(directory) or open_folder(directory))
+    caplog.set_level("INFO")
+    build(folder)
+    assert opened == [folder]
+    assert "int8" in caplog.records[-1].getMessage()
 
 
 def test_settings_are_fields_of_a_line_at_the_level_debug(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.startup.device_memory import weight_bytes
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, resolve_engine
 from tandem.protocol.engine_options import EngineOptions
@@ -53,7 +54,8 @@ def test_weights_count_as_they_are_stored(tmp_path: Path) -> None:
 
     def stored(**options: str) -> int:
         engine = EngineOptions(model=str(tmp_path), device="cpu", dtype="bfloat16", **options)  # type: ignore[arg-type]
-        return weight_bytes(resolve_engine(engine, cuda=False).source)
+        source = resolve_engine(engine, cuda=False).source
+        return weight_bytes(source, open_checkpoint(source.directory, source.model))
 
     assert stored() == 2 * (projections + others)
     assert stored(quantize="fp8") == projections + 2 * others
