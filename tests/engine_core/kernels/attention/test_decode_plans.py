@@ -1,4 +1,4 @@
-"""Choice of fused RoPE in a decode step, by shape and number of rows."""
+"""Choice of splits and of fused RoPE in a decode step, by shape and number of rows."""
 
 from dataclasses import replace
 
@@ -34,3 +34,19 @@ def test_a_measured_plan_sets_early_loads() -> None:
     plan = DecodePlan(Tile(64, 4, 2), 512, early=True)
     gpu = replace(H200, tiles=TileTable("a", {}, {DecodeKey(64, 16, 512): plan}))
     assert choose_fused_rope_plan(64, 600, torch.bfloat16, gpu) == plan
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "pairs", "least"),
+    [
+        (128, torch.bfloat16, 31, 64),
+        (128, torch.bfloat16, 32, 128),
+        (128, torch.bfloat16, 255, 128),
+        (128, torch.bfloat16, 256, 1024),
+        (128, torch.float8_e4m3fn, 64, 64),
+        (64, torch.bfloat16, 64, 64),
+    ],
+)
+def test_positions_of_a_split_grow_with_pairs(head_dim: int, kv_dtype: torch.dtype, pairs: int, least: int) -> None:
+    gpu = replace(H200, tiles=TileTable())
+    assert choose_plan(head_dim, pairs, torch.bfloat16, kv_dtype, gpu).least == least
