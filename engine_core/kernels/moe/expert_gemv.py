@@ -140,20 +140,20 @@ def _down_gemv_kernel(
     rows = first + tl.arange(0, ROWS)
     own = tl.minimum(rows, N - 1)
     offs_k = tl.arange(0, BLOCK_K)
-    places = tl.arange(0, BLOCK_TOP)
+    ranks = tl.arange(0, BLOCK_TOP)
     if not PDL:
         wait_for_previous(PDL)
     # With PDL: the experts were chosen before the preceding kernel started, so the weights are loaded before it ends.
-    experts = tl.load(ids_ptr + token * TOP_K + places, mask=places < TOP_K, other=-1).to(tl.int64)
+    experts = tl.load(ids_ptr + token * TOP_K + ranks, mask=ranks < TOP_K, other=-1).to(tl.int64)
     routed = experts >= 0
     experts = tl.maximum(experts, 0)
     tile_ptr = weight_ptr + experts[:, None, None] * N * K + own[None, :, None] * K + offs_k[None, None, :]
     tile = tl.load(tile_ptr, mask=routed[:, None, None] & (offs_k < K)[None, None, :], other=0.0)
-    shares = tl.load(weights_ptr + token * TOP_K + places, mask=places < TOP_K, other=0.0)
+    shares = tl.load(weights_ptr + token * TOP_K + ranks, mask=ranks < TOP_K, other=0.0)
     if PDL:
         wait_for_previous(PDL)
     sums = tl.zeros([BLOCK_TOP, ROWS], tl.float32)
-    x_ptrs = x_ptr + (token * TOP_K + places).to(tl.int64)[:, None] * K + offs_k[None, :]
+    x_ptrs = x_ptr + (token * TOP_K + ranks).to(tl.int64)[:, None] * K + offs_k[None, :]
     for step in tl.static_range(STEPS):
         now = tile
         if step + 1 < STEPS:

@@ -53,7 +53,7 @@ def _find_block(counts_ptr, E, block, BLOCK_M: tl.constexpr, BLOCK_E: tl.constex
 
 
 @triton.jit
-def _scaled_product(weights, vectors, scales, PAIRS_LEFT: tl.constexpr):
+def _scaled_dot(weights, vectors, scales, PAIRS_LEFT: tl.constexpr):
     """Multiply [BLOCK_N, BLOCK_K] by [BLOCK_K, BLOCK_M] and the scales of pairs. PAIRS_LEFT: transpose the result."""
     if PAIRS_LEFT:
         return tl.dot(tl.trans(vectors), tl.trans(weights)) * scales[:, None]
@@ -162,7 +162,7 @@ def _grouped_gemm_kernel(
             scales = tl.load(scale_row + step * BLOCK_K // 128)
             if X_SCALES == 2:
                 x_scales = tl.load(x_scale_ptr + step * x_scale_stride + x_rows, mask=mask_m, other=0.0)
-                sums += _scaled_product(weights, vectors, x_scales * scales, PAIRS_LEFT)
+                sums += _scaled_dot(weights, vectors, x_scales * scales, PAIRS_LEFT)
             else:
                 sums += tl.dot(weights, vectors, input_precision=precision) * scales
         else:
@@ -177,7 +177,7 @@ def _grouped_gemm_kernel(
             if SCALES == 2:
                 scales = tl.load(upper_scale_row + step * BLOCK_K // 128)
                 if X_SCALES == 2:
-                    ups += _scaled_product(weights, vectors, x_scales * scales, PAIRS_LEFT)
+                    ups += _scaled_dot(weights, vectors, x_scales * scales, PAIRS_LEFT)
                 else:
                     ups += tl.dot(weights, vectors, input_precision=precision) * scales
             else:
@@ -195,8 +195,8 @@ def _grouped_gemm_kernel(
         tile = tl.trans(result.to(tl.float32))
         store_quantized_tile(out_ptr, out_scale_ptr, rows, first, tile, T * TOP_K, N, out_stride, 128)
     else:
-        places = pairs.to(tl.int64)[None, :] * N + offs_n[:, None]
-        tl.store(out_ptr + places, result, mask=mask_m[None, :] & (offs_n < N)[:, None])
+        out_offsets = pairs.to(tl.int64)[None, :] * N + offs_n[:, None]
+        tl.store(out_ptr + out_offsets, result, mask=mask_m[None, :] & (offs_n < N)[:, None])
 
 
 @triton.jit
@@ -207,8 +207,8 @@ def _combine_kernel(out_ptr, x_ptr, ids_ptr, width, TOP_K: tl.constexpr, BLOCK: 
     total = tl.zeros([BLOCK], tl.float32)
     wait_for_previous(PDL)
     routed = tl.load(ids_ptr + token * TOP_K) >= 0
-    for place in tl.static_range(TOP_K):
-        source = x_ptr + (token * TOP_K + place) * width + offs
+    for rank in tl.static_range(TOP_K):
+        source = x_ptr + (token * TOP_K + rank) * width + offs
         total += tl.load(source, mask=mask & routed, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
 

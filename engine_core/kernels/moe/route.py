@@ -186,13 +186,13 @@ def _route_kernel(
     columns = tl.arange(0, BLOCK_TOP)
     chosen = tl.zeros([TOKENS, BLOCK_TOP], tl.int32)
     values = tl.full([TOKENS, BLOCK_TOP], float("-inf"), tl.float32)
-    for place in tl.static_range(TOP_K):
+    for rank in tl.static_range(TOP_K):
         best = tl.max(keys, 1)
         index = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
         top = (best >> 32).to(tl.int32)
         top = tl.where(top < 0, top ^ 0x7FFFFFFF, top).to(tl.float32, bitcast=True)
-        chosen = tl.where((columns == place)[None, :], index[:, None], chosen)
-        values = tl.where((columns == place)[None, :], top[:, None], values)
+        chosen = tl.where((columns == rank)[None, :], index[:, None], chosen)
+        values = tl.where((columns == rank)[None, :], top[:, None], values)
         keys = tl.where(experts[None, :] == index[:, None], lowest, keys)
     largest = tl.max(values, 1)
     scores = tl.exp(values - largest[:, None])
