@@ -284,15 +284,15 @@ class Planner:
                 seq for seq, length in zip(candidates, chosen, strict=True) if not length and seq.id in running
             ]
 
-    def _budget(self, candidates: list[Sequence], pending: Items[int], beside: int, context: int) -> Budget:
+    def _budget(self, candidates: list[Sequence], pending: Items[int], num_steady: int, context: int) -> Budget:
         """Return the limits of a step.
 
-        pending: positions that each candidate could compute; beside, context: number of steady rows in the same step,
-        and of the positions that they attend to.
+        pending: positions that each candidate could compute; num_steady: number of steady rows in the same step;
+        context: number of positions that these attend to.
         """
         limits, prompt_tokens = self.limits, 0
         if self._is_limited_by_time and max(pending, default=1) > 1:
-            decoding, attended, prompts = beside, context, []
+            decoding, attended, prompts = num_steady, context, []
             for seq, wanted in zip(candidates, pending, strict=True):
                 if wanted == 1:
                     decoding += 1
@@ -300,5 +300,5 @@ class Planner:
                 else:
                     prompts.append((seq.num_scheduled_tokens, wanted))
             prompt_tokens = fitting_tokens(self.costs, decoding, attended, prompts, limits.max_itl)
-        tokens = limits.max_step_tokens - beside
-        return Budget(tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens, beside > 0)
+        tokens = limits.max_step_tokens - num_steady
+        return Budget(tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens, num_steady > 0)
