@@ -53,7 +53,7 @@ class FakeRuntime:
         self.page_tables: list[list[dict[int, int]]] = [[{} for _ in windows] for _ in range(max_rows + 1)]
         """Page by column, for each row and group."""
         self.num_mapped = [0] * (max_rows + 1)
-        """Number of pages of each row that plans have brought."""
+        """Number of pages of each row that plans have uploaded."""
         self.pool: list[tuple[int, int, int] | None] = [None] * (pages * page_size)
         """Group, position and folded state in each slot of the pool."""
         self.admissions: dict[int, NewSequence] = {}
@@ -77,7 +77,7 @@ class FakeRuntime:
         self.draft: Callable[[list[int]], list[int]] = lambda _: []
         """Function that returns the drafts of a row, given the tokens that will follow; possibly fewer."""
         self.verified = 0
-        """Number of drafts that were right."""
+        """Number of drafts that were accepted."""
         self.is_shared: Callable[[int], bool] = lambda _: False
         """Function that returns True for a page in the prefix cache, where no row may write."""
         self.uploads = 0

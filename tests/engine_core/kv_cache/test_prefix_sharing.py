@@ -270,7 +270,7 @@ def test_pool_without_a_cache_keeps_no_pages() -> None:
 
 
 def test_cached_tokens_uploaded_in_a_step_are_bounded() -> None:
-    """What a step can bring to the device is bounded, so of many long cached prompts some begin a step later."""
+    """A step uploads a bounded number of tokens, so of many long cached prompts some begin a step later."""
     scheduler = new(step=64, chunk=64, pages=60)
     scheduler.limits = scheduler.planner.limits = type(scheduler.limits)(64, 64, 50, max_uploads=30)
     run(scheduler, sequence(1, 13))

@@ -39,7 +39,7 @@ def teacher(tmp_path: Path) -> Callable[[list[int]], dict[str, Any]]:
 def test_requests_generate_the_text_of_a_teacher(
     kind: str, speculate: str, folder: Path, teacher: Callable[[list[int]], dict[str, Any]]
 ) -> None:
-    """And drafts are right where the text repeats: it quotes the prompt."""
+    """And drafts are accepted where the text repeats: it quotes the prompt."""
     text = [5, 6, 7, 8, 9, 10, 11, 12] * 3
     with KINDS[kind].kernels():
         driven = build(folder, KINDS[kind], speculate=speculate, **teacher(text))

@@ -101,7 +101,7 @@ class Output(NamedTuple):
     logprobs: list[NDArray[np.float32]]
     """Records of each request, [tokens or 0, 1 + 2 * 2]."""
     accepted: int
-    """Number of right drafts."""
+    """Number of accepted drafts."""
     plans: list[StepPlan]
 
 

@@ -224,7 +224,7 @@ def test_indices_of_masks_are_looked_up_by_row() -> None:
 
 
 def worst(rows: int, step_tokens: int, pages: int, uploads: int, prediction: bytes) -> StepPlan:
-    """Every row is new, scored, brings every bias and end id there can be and a prediction, and pages and cached tokens
+    """Every row is new, scored, has every bias and end id there can be and a prediction, and pages and cached tokens
     between them."""
     full = SamplingParams(
         1,
@@ -281,7 +281,7 @@ def test_a_decode_step_stores_equal_columns_once() -> None:
 
 
 def test_new_pages_follow_the_inputs_of_a_decode_graph() -> None:
-    """The graph of a decode step reads rows and positions; what its rows bring lies behind them."""
+    """The graph of a decode step reads rows and positions; the uploads of its rows lie behind them."""
     rows = (ScheduledSequence(1, 1, 8, 1, True, new_pages=(7,), first_page=2), ScheduledSequence(2, 2, 30, 1, True))
     plan = StepPlan.of(1, rows)
     assert plan.is_unconstrained_decode

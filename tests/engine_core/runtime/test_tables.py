@@ -164,7 +164,7 @@ def test_decode_rows_are_at_the_devices_positions() -> None:
 
 
 def test_pages_of_each_group_are_written_to_its_columns() -> None:
-    """A row brings pages 0 to 5, of which a group with a window keeps 4, then one more, in the column of the oldest."""
+    """A row uploads pages 0 to 5, of which a group with a window keeps 4, then one more, in the oldest column."""
     columns = PageColumns(0, 8), PageColumns(8, 8, 4), PageColumns(16, 8)
     table = DeviceTables.allocate(2, 32, columns, torch.device("cpu"))
 

@@ -176,7 +176,7 @@ def test_tokens_that_are_not_published_are_equal_and_write_no_table(mode: Mode, 
 
 
 def test_runs_follow_the_distribution_of_the_model() -> None:
-    """Chi-squared of the first two tokens of 100,000 rows whose first draft is right for some of them."""
+    """Chi-squared of the first two tokens of 100,000 rows whose first draft is accepted for some of them."""
     rows, vocab = 100_000, 5
     generator = torch.Generator().manual_seed(5)
     first = torch.randn(vocab, generator=generator)
