@@ -6,8 +6,9 @@
 Two engines with random weights, one quantized and one that leaves the excluded layers in 16 bits. The CUDA graphs of
 their decode steps are replayed alternately. The step of the second should take as long as that of the first plus, for
 each excluded layer, its time in 16 bits minus its quantized time; those are the times of two graphs with these layers
-alone, with inputs in the formats of the steps. The excess is the cost of what else changes, such as separate launches
-and conversions.
+alone, with inputs in the formats of the steps. A layer that is a part of a fused projection in the first engine, such
+as v_proj, is timed against a quantized layer of its own. The excess is the cost of what else changes, such as separate
+launches and conversions.
 """
 
 import argparse
@@ -25,11 +26,27 @@ from benchmarks.measuring.graph_timing import graph_seconds
 from benchmarks.measuring.results import save
 from benchmarks.measuring.weight_formats import FORMATS
 from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.split_linear import SplitLinear
 from tandem.engine_core.layers.torch_linear import TorchLinear
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.weights import fill_with_noise
+from tandem.engine_core.quantization.quantization import Quantization
+from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.sampling.sampler import Mode
 
 ROUNDS, REPLAYS = 9, 40
 """Pairs of timings of the two engines, and graph replays of each."""
+
+
+class Part(Struct):
+    """One linear layer as a model."""
+
+    linear: LinearWeights
+
+    def weight_slots(self) -> list[WeightSlot]:
+        """Implement `Loadable.weight_slots`."""
+        return self.linear.slots("", "part")
 
 
 class Step(Struct):
@@ -45,10 +62,12 @@ class Step(Struct):
     excess_percent: float
 
 
-def excluded_layers(quantized: Any, mixed: Any) -> list[tuple[LinearWeights, LinearWeights, int]]:
+def excluded_layers(
+    quantized: Any, mixed: Any, part: Callable[[Any, int, int], LinearWeights]
+) -> list[tuple[LinearWeights, LinearWeights, int]]:
     """Return the layers that are in 16 bits in the second model only, from both, with their numbers of inputs.
 
-    A fused projection is excluded as a whole.
+    part: returns a layer with the format of another one, and these numbers of outputs and inputs.
     """
     found: list[tuple[LinearWeights, LinearWeights, int]] = []
     for one, other in zip(quantized.layers, mixed.layers, strict=True):
@@ -60,7 +79,19 @@ def excluded_layers(quantized: Any, mixed: Any) -> list[tuple[LinearWeights, Lin
         ):
             if isinstance(second, TorchLinear) and not isinstance(first, TorchLinear):
                 found.append((first, second, second.weight.shape[1]))
+            for _, own in second.linears if isinstance(second, SplitLinear) else ():
+                if isinstance(own, TorchLinear):
+                    found.append((part(first, *own.weight.shape), own, own.weight.shape[1]))
     return found
+
+
+def part_like(fused: Any, outputs: int, inputs: int) -> LinearWeights:
+    """Return a layer of random weights with the format of a fused one."""
+    device = torch.device("cuda")
+    context = triton_build_context(device, torch.bfloat16, read_gpu_traits(), Quantization(fused.scheme))
+    part = Part(context.linear("part", outputs, inputs))
+    fill_with_noise(part)
+    return part.linear
 
 
 def layers_seconds(layers: list[tuple[LinearWeights, int]], rows: int, kernels: Any) -> float:
@@ -84,7 +115,7 @@ def measure(quantized: Bench, mixed: Bench, rows: int) -> Step:
     """Time the steps of two engines alternately, and the excluded layers alone."""
     for bench in (quantized, mixed):
         bench.run(rows, 2, GREEDY)
-    layers = excluded_layers(quantized.runtime.model, mixed.runtime.model)
+    layers = excluded_layers(quantized.runtime.model, mixed.runtime.model, part_like)
     kernels = mixed.runtime.model.kernels  # type: ignore[attr-defined]
     times: list[tuple[float, float, float, float]] = []
     for _ in range(ROUNDS):
