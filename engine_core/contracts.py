@@ -251,7 +251,7 @@ class Runtime(Protocol):
     def needs_exact_positions(self, plan: StepPlan) -> bool:
         """Return True if the launch of a step needs the exact position of each row on the host.
 
-        It then has to wait until all steps with drafts are committed: `StepPlan.max_lead` is 0 from then on.
+        It then has to wait until the steps with drafts before it are committed, when `StepPlan.max_lead` is 0.
         """
 
     def stage(self, slot: int, plan: StepPlan) -> None:

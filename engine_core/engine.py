@@ -198,9 +198,10 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         """Admit the sequences that fit, plan the next step, and announce the sequences that it starts.
 
-        Announcements are sent before the launch, because a step may crash the process, and a request that was begun
-        twice is not submitted again. If a request in the plan has already lost an engine, wait until its announcement
-        has left the process. If a send fails, the sequences of that frontend end: admit and plan again without them.
+        Announcements are sent before the launch, because the step may crash the process, and frontends resubmit a
+        request that was begun only once. If a request in the plan has already lost an engine, wait until its
+        announcement has left the process. If a send fails, the sequences of that frontend end: admit and plan again
+        without them.
         """
         now = self.stages.clock()
         scheduler = self.scheduler
