@@ -13,7 +13,7 @@ multiple of the interval below the row's length. So a checkpoint is a copy of th
 - where the pages match further than the checkpoints: other prompts evidently have the same beginning;
 - also before the end of a long prompt, if the state at the end covers some of the last TEMPLATE_TOKENS: the next turn
   may leave these out, and could not continue from it;
-- when a sequence is preempted, as a private checkpoint.
+- when a sequence is preempted, as a private checkpoint; until then the base of its row is one, renewed by each chunk.
 
 Copies are part of steps. A save is executed by the step that is launched next, before its rows change any state: a node
 has its checkpoint as soon as the step that computes it is launched, whatever becomes of the row. A load is executed by
@@ -103,7 +103,7 @@ class StateCache:
         last, cuts = self.covered(length), set()
         if start < matched < last:
             cuts.add((matched + self._interval) // grid * grid)
-        if length - last <= TEMPLATE_TOKENS and last - start >= LONG_CHUNKS * grid:
+        if length == seq.prompt_len and length - last <= TEMPLATE_TOKENS and last - start >= LONG_CHUNKS * grid:
             cuts.add((length - 1) // grid * grid)
         return sorted(cut for cut in cuts if start < self.covered(cut))
 

@@ -13,11 +13,15 @@ from msgspec import structs
 from tandem.engine_core.errors import ConfigError, FatalError
 from tandem.engine_core.kernels.delta_rule.state import RING
 from tandem.engine_core.startup import engine as startup_engine
+from tandem.engine_core.startup import preflight as preflight_module
 from tandem.engine_core.startup.device import DeviceParts, open_parts
-from tandem.engine_core.startup.preflight import preflight
+from tandem.engine_core.startup.kv_sizing import GIB
+from tandem.engine_core.startup.preflight import Gpu, preflight
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
+from tandem.protocol.preflight import PreflightReport
 from tests.engine_core.models.test_qwen3_5 import save_random
+from tests.fakes.gpus import H200
 from tests.fakes.recording_gpu import oracle_attention, oracle_parts
 from tests.support.engine_driver import DrivenEngine
 from tests.support.parity import VOCAB, greedy_tokens, random_tokens
@@ -114,6 +118,30 @@ def test_steps_are_timed_with_rows_that_read_their_states(
     lengths = tables.sampling.lengths[1:].tolist()
     assert min(lengths) > RING
     assert len(set(lengths[:16])) > 8
+
+
+@pytest.mark.parametrize(("shape", "state"), [("qwen3.5-9b", 64.2), ("qwen3.5-27b", 186.1)])
+def test_the_preflight_check_splits_the_memory_of_a_gpu(shape: str, state: float) -> None:
+    asked = EngineOptions(model=f"benchmarks/shapes/{shape}", load_format="dummy", device="cuda", dtype="bfloat16")
+    with patch.multiple(preflight_module, check_installed=lambda: None, check_gpu=lambda _: None):
+        found = preflight(asked, [Gpu(H200, 139 * GIB, 140 * GIB)], lambda: 0, lambda: 0)
+        explicit = preflight(
+            structs.replace(asked, max_rows=400), [Gpu(H200, 139 * GIB, 140 * GIB)], lambda: 0, lambda: 0
+        )
+    assert found.problems == explicit.problems == []
+    rows, checkpoints, pages = sizes(found)
+    assert rows[1] * state / 1024 == pytest.approx(rows[0], rel=0.02)
+    left = rows[0] + checkpoints[0] + pages[0]
+    assert 0.45 * left < rows[0] <= 0.5 * left + 0.2
+    assert 0.12 * left < checkpoints[0] <= 0.126 * left
+    assert sizes(explicit)[0][1] == 400
+
+
+def sizes(found: PreflightReport) -> list[list[float]]:
+    """Return the numbers of the report's lines about memory, in GiB the first of each."""
+    names = ("recurrent state", "checkpoints", "KV cache")
+    numbers = [[float(number) for number in re.findall(r"\d+(?:\.\d+)?", found.choices[name])] for name in names]
+    return [numbers[0], numbers[1], numbers[2][1:]]
 
 
 def test_the_preflight_check_prints_the_state(checkpoint: tuple[Path, list[list[int]], list[list[int]]]) -> None:

@@ -35,11 +35,9 @@ def cached_tokens(scheduler: Scheduler, dropped: int, *, answers_kept: bool, ove
 
 
 @pytest.mark.parametrize("overhead", [0, 3, 6, 11])
-@pytest.mark.parametrize(("dropped", "answers_kept", "share"), [(0, True, 0.95), (2, False, 0.9), (5, False, 0.9)])
-def test_checkpoints_save_nearly_as_much_as_pages(
-    dropped: int, answers_kept: bool, share: float, overhead: int
-) -> None:
+@pytest.mark.parametrize(("dropped", "answers_kept"), [(0, True), (2, False), (5, False)])
+def test_checkpoints_save_nearly_as_much_as_pages(dropped: int, answers_kept: bool, overhead: int) -> None:
     """Answers kept in the history, and stripped as reasoning; compared with a model whose pages can be continued."""
     pages = cached_tokens(scheduler(None), dropped, answers_kept=answers_kept, overhead=overhead)
     found = cached_tokens(scheduler(60), dropped, answers_kept=answers_kept, overhead=overhead)
-    assert sum(found) >= share * sum(pages)
+    assert sum(found) >= 0.99 * sum(pages)
