@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, Pieces, TokenRows
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
-from tandem.engine_core.kernels.reference import delta_rule, layer, moe, quantized_activation
+from tandem.engine_core.kernels.reference import delta_rule, layer, lora, moe, quantized_activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class KernelSet:
     """Fused operations of a transformer layer.
 
     Signatures and semantics are those of `kernels.reference.layer`, `kernels.reference.quantized_activation`,
-    `kernels.reference.moe` and `kernels.reference.delta_rule`.
+    `kernels.reference.moe`, `kernels.reference.delta_rule` and `kernels.reference.lora`.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
@@ -48,6 +49,8 @@ class KernelSet:
     """The last argument of both is the result of `find_pieces`."""
     gated_norm: Callable[[Tensor, Tensor, Tensor, float, TokenRows], Tensor]
     sigmoid_gate: Callable[[Tensor, Tensor], Tensor]
+    group_tokens: Callable[[Tensor, int], AdapterTokens]
+    add_lora: Callable[[Tensor, Tensor, AdapterTokens, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
 
 
 def torch_kernels() -> KernelSet:
@@ -69,6 +72,8 @@ def torch_kernels() -> KernelSet:
         delta_rule.delta_rule,
         delta_rule.gated_norm,
         delta_rule.sigmoid_gate,
+        lora.group_tokens,
+        lora.add_lora,
     )
 
 
@@ -84,6 +89,8 @@ def triton_kernels(pdl: bool) -> KernelSet:
     from tandem.engine_core.kernels.delta_rule.short_conv import short_conv
     from tandem.engine_core.kernels.gated_activation import gated_activation, quantized_gate
     from tandem.engine_core.kernels.gather_columns import gather_columns
+    from tandem.engine_core.kernels.lora.group_tokens import group_tokens
+    from tandem.engine_core.kernels.lora.shrink_expand import add_lora
     from tandem.engine_core.kernels.moe.route import norm_and_route
     from tandem.engine_core.kernels.norm import add_rms_norm, norm_add_rms_norm, quantized_norm, rms_norm
     from tandem.engine_core.kernels.quantize import quantize
@@ -106,4 +113,6 @@ def triton_kernels(pdl: bool) -> KernelSet:
         partial(delta_rule, pdl=pdl),
         partial(gated_norm, pdl=pdl),
         partial(sigmoid_gate, pdl=pdl),
+        partial(group_tokens, pdl=pdl),
+        partial(add_lora, pdl=pdl),
     )

@@ -14,10 +14,14 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.lora_linear import LoraSlots
 from tandem.engine_core.layers.split_linear import SplitLinear
 from tandem.engine_core.loader.header import TORCH_DTYPES
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Scheme
+
+BLOCKS = "model.layers."
+"""Start of the names of all modules in the blocks of a text model."""
 
 
 class LinearMethod(Protocol):
@@ -64,6 +68,8 @@ class BuildContext:
     stored: Mapping[str, str] = field(default_factory=dict)
     """Dtype of each tensor of the checkpoint in the words of safetensors, by name in the text model; empty: there is no
     checkpoint."""
+    lora: LoraSlots | None = None
+    """Slots of adapters on all linear layers of the blocks; None: the model takes no adapters."""
 
     def own_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which to keep a tensor that is not rounded to the model's dtype, such as a router.
@@ -86,6 +92,15 @@ class BuildContext:
         each part of a fused projection by the last component of its name, such as "q_proj". Consecutive parts with
         equal schemes are merged, others run one by one.
         """
+        linear = self._linear(name, outputs, inputs, bias, parts)
+        if self.lora is None or not name.startswith(BLOCKS):
+            return linear
+        own = {name.rpartition(".")[2]: outputs} if parts is None else parts
+        return self.lora.wrap(name, linear, inputs, own, self.device, self.dtype, self.kernels)
+
+    def _linear(
+        self, name: str, outputs: int, inputs: int, bias: bool, parts: Mapping[str, int] | None
+    ) -> LinearWeights:
         if parts is None or self.quantization is None:
             return self._build(self.scheme_for(name), name, outputs, inputs, bias)
         schemes = self.quantization.part_schemes(name, parts)

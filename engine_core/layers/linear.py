@@ -92,6 +92,13 @@ class LinearWeights(Protocol):
         outputs once both are loaded.
         """
 
+    @property
+    def gated_order(self) -> Tensor | None:
+        """Order into which the layer sorted its outputs, gate and up, for `reorder_producer`.
+
+        [outputs / 2] int64, indices of the checkpoint's outputs within either half; None: they are not sorted.
+        """
+
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.
 

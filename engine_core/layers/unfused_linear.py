@@ -66,6 +66,11 @@ class UnfusedLinear(ABC):
     def reorder_producer(self, source: LinearWeights) -> None:  # noqa: B027
         """Implement `LinearWeights.reorder_producer`: inputs keep their order."""
 
+    @property
+    def gated_order(self) -> Tensor | None:
+        """Implement `LinearWeights.gated_order`: outputs keep their order."""
+        return None
+
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """Implement `LinearWeights.slots`."""
         slots = self.weight_slots(prefix, name, parts)

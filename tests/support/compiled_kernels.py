@@ -49,6 +49,7 @@ from tandem.engine_core.kernels.tiles.table import DecodeKey, TileTable
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
+from tests.support.compiled_lora import updates
 from tests.support.compiled_matmuls import (
     BOTH,
     FP8,
@@ -313,6 +314,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from islice(rounding_decodes(gpu), 3, None)
     yield from islice(gated_w8a8_matmuls(gpu, 64), 0, None, 2)
     yield from mixtures(gpu, (4, 64), (16,))
+    yield from updates(gpu)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -352,6 +354,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     for rows in (16, 32, 64):
         yield from gated_w8a8_matmuls(gpu, rows)
     yield from mixtures(gpu, (1, 4, 8, 64, 256, 512, 8192))
+    yield from updates(gpu)
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 
 

@@ -12,10 +12,12 @@ from tandem.protocol.params import SAMPLING_FIELDS
 
 INT_COLUMNS = (
     *("row", "prompt_len", "total_len", "min_tokens", "choice", "seed", "max_drafts", "prediction_len"),
+    "adapter_slot",
     *(field.name for field in SAMPLING_FIELDS if field.is_integer),
 )
 """Columns of the integer table. `total_len` is the maximum length of a row, `min_tokens` the number of tokens to sample
-before an end token is allowed, `max_drafts` the number of drafts that a step may verify."""
+before an end token is allowed, `max_drafts` the number of drafts that a step may verify, `adapter_slot` that of the
+adapter, 0 for none."""
 FLOAT_COLUMNS = tuple(field.name for field in SAMPLING_FIELDS if not field.is_integer)
 """Columns of the float table, named as in `SamplingParams`."""
 UPDATE_FIELDS = (

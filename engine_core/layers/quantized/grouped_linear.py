@@ -42,6 +42,7 @@ class GroupedLinear(QuantizedLinear):
         """Inputs sorted by group, [inputs] int32; None: identity."""
         self.source: GroupedLinear | None = None
         """The layer whose gated output is this layer's input; None: there is none whose outputs can be sorted."""
+        self._gated_order: Tensor | None = None
 
     @abstractmethod
     def sort_inputs(self, order: Tensor) -> None:
@@ -93,6 +94,11 @@ class GroupedLinear(QuantizedLinear):
     def ordered(self, x: Tensor, order: Tensor | None) -> Tensor:
         """Return permuted inputs, [T, inputs]; None: unchanged."""
         return x if order is None else self.kernels.gather_columns(x, order)
+
+    @property
+    def gated_order(self) -> Tensor | None:
+        """Implement `LinearWeights.gated_order`."""
+        return self._gated_order
 
     def reorder_producer(self, source: LinearWeights) -> None:
         """Implement `LinearWeights.reorder_producer`."""
@@ -160,6 +166,7 @@ class GroupedLinear(QuantizedLinear):
 
         order: output indices within either half, [outputs / 2] int64.
         """
+        self._gated_order = order
         rows = torch.cat((order, order + len(order)))
         for part in (*self.output_tables(), self.bias):
             if part is not None:

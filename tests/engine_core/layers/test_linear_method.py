@@ -60,6 +60,10 @@ class Int8Linear:
     def reorder_producer(self, source: LinearWeights) -> None:
         pass
 
+    @property
+    def gated_order(self) -> Tensor | None:
+        return None
+
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         weights = projection_slots(self.weight, prefix, name, parts, "weight", dtypes=("I8",))
         return weights + projection_slots(self.scale, prefix, name, parts, "weight_scale", dtypes=("F32",))
