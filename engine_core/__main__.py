@@ -57,6 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--launches-dir", type=Path, help="folder of the requests that this engine and those before it launched"
     )
+    parser.add_argument("--adapters-file", type=Path, help="file of the adapters to load, kept up to date")
     return parser.parse_args(argv)
 
 
@@ -80,7 +81,7 @@ def serve(arguments: argparse.Namespace) -> None:
             disconnects=disconnects,
             announce=heartbeat.announce,
         )
-        engine = build_engine(engine_options(arguments), mailbox, status)
+        engine = build_engine(engine_options(arguments), mailbox, status, adapters_file=arguments.adapters_file)
         if launches is not None:  # an engine that fails while it loads leaves no file
             launches.open()
 

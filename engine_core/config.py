@@ -92,6 +92,8 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     """Prompt positions for which mixed steps are captured in CUDA graphs, ascending."""
     draft_sizes: tuple[int, ...] = ()
     """Numbers of drafts that a step may verify for each row, ascending; none without speculation."""
+    max_adapters: int = 0
+    """Number of adapters that the device holds at a time; 0: sequences have none."""
     max_mixed_tokens: int = MIXED_GRAPH_TOKENS
     """Maximum prompt positions that are captured together with decode rows."""
     options: EngineOptions = EngineOptions()
@@ -274,6 +276,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, 
         mixed_graph_rows=() if cpu else graph_sizes.mixed_rows(max_rows),
         graph_tokens=graph_tokens,
         draft_sizes=graph_sizes.draft_sizes(options.speculate, options.speculate_tokens),
+        max_adapters=options.max_loras if options.enable_lora else 0,
         options=options,
     )
 

@@ -226,6 +226,36 @@ class Compiler(Protocol):
         """
 
 
+class LoadResult(Struct, frozen=True):
+    """The end of one piece of work of a loader."""
+
+    version: int
+    slot: int
+    """Slot that holds the adapter now; 0: it was read."""
+    rank: int
+    problem: str = ""
+    """Reason of a failure; empty: it succeeded."""
+
+
+class AdapterLoader(Protocol):
+    """Reads adapters and copies them to the device, outside the loop's thread.
+
+    The methods return at once; work is done in their order.
+    """
+
+    def read(self, version: int, path: str) -> None:
+        """Read and check the files of a new version."""
+
+    def place(self, version: int, path: str, slot: int) -> None:
+        """Copy an adapter that was read into a slot that no step in flight uses."""
+
+    def drop(self, version: int) -> None:
+        """Forget an adapter."""
+
+    def take_results(self) -> list[LoadResult]:
+        """Return the results since the last call, one for each `read` and `place`."""
+
+
 class DeviceTimes(Struct):
     """Device time over a sample of steps, in seconds.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec import structs
 
+from tandem.engine_core.adapter import Adapter
 from tandem.engine_core.contracts import Compiler
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.key_limits import KeyLimits
@@ -33,11 +34,13 @@ from tandem.protocol.commands import (
     Hello,
     Inspect,
     KeyClaim,
+    LoadAdapter,
     Pause,
     Renew,
     Resume,
     SetPolicy,
     Submit,
+    UnloadAdapter,
 )
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
@@ -75,6 +78,7 @@ class Control:
         stats: EngineStats,
         clock: Callable[[], float],
     ) -> None:
+        """Keep the parts; `scheduler.adapters` is None on an engine that takes no adapters."""
         self.scheduler = scheduler
         self.compiler = compiler
         self.epoch = epoch
@@ -125,6 +129,8 @@ class Control:
                 return self._set_policy(call, policy)
             case Inspect(call):
                 return inspect(self.scheduler, call, self.stats, self.clock(), self.pause.mode, self.pause.refuses_new)
+            case LoadAdapter() | UnloadAdapter():
+                return self._change_adapters(client, command)
             case Pause():
                 self._pause(client, command)
             case Resume(call):
@@ -166,6 +172,30 @@ class Control:
         self.scheduler.set_policy(policy)
         self._log.info("policy", "policy %s", policy)
         return Answer(call, True)
+
+    def _change_adapters(self, client: bytes, command: LoadAdapter | UnloadAdapter) -> Answer | None:
+        """Start loading an adapter, or unload one; it is answered at the end, or at once if that is refused."""
+        adapters, call = self.scheduler.adapters, command.call
+        name = printable(command.name[:_LOGGED_NAME])
+        if adapters is None:
+            return Answer(call, False, "this engine takes no adapters; start it with --enable-lora")
+        if isinstance(command, LoadAdapter):
+            if not command.name or len(command.name.encode()) > MAX_NAME_BYTES:
+                return Answer(call, False, f"an adapter's name has 1 to {MAX_NAME_BYTES} bytes in UTF-8")
+            logger.info("%s loads the adapter %s from %s", self.clients[client], name, printable(command.path))
+            problem = adapters.load(client, call, command.name, command.path, command.load_inplace)
+        else:
+            logger.info("%s unloads the adapter %s", self.clients[client], name)
+            problem = adapters.unload(client, call, command.name)
+        return Answer(call, False, problem, adapters=adapters.listed) if problem else None
+
+    def _find_adapter(self, name: str) -> Adapter | None:
+        """Return the adapter of a request. Raises RequestError if it is not loaded."""
+        if not name:
+            return None
+        if self.scheduler.adapters is None:
+            raise RequestError(ErrorCode.MODEL_NOT_FOUND, "this engine takes no adapters; start it with --enable-lora")
+        return self.scheduler.adapters.find(name)
 
     def _pause(self, client: bytes, command: Pause) -> None:
         """Begin a pause; its mode may end every open request."""
@@ -277,9 +307,10 @@ class Control:
         _check_scheduling(submit)
         self._check_context(len(prompt), params.max_tokens)
         end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
+        adapter = self._find_adapter(submit.adapter)
         self._sequences += 1
         identity = self._identities[client]
-        return Sequence(self._sequences, identity, _kept(submit, prediction), prompt, end_ids, self.clock())
+        return Sequence(self._sequences, identity, _kept(submit, prediction), prompt, end_ids, self.clock(), adapter)
 
     def _check_sizes(self, submit: Submit) -> None:
         """Raise RequestError for a field that would take long only to be unpacked."""

@@ -28,7 +28,7 @@ from tandem.engine_core.scheduler.timelines import Timelines
 from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start, count_verified
 from tandem.protocol.commands import Goodbye, Submit
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Failure, Limits, ModelFacts
+from tandem.protocol.events import Answer, Failure, Limits, ModelFacts
 from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -191,6 +191,10 @@ class Engine:
         if self.scheduler.compiling or self.compiler.is_busy:
             for seq_id, result in self.compiler.take_finished():
                 self.scheduler.set_constraint(seq_id, result)
+        if (adapters := self.scheduler.adapters) is not None:
+            self.scheduler.advance_adapters(now)
+            for client, call, problem in adapters.take_answers():
+                self.mailbox.reply(client, Answer(call, not problem, problem, adapters=adapters.listed))
         self.stages.mark("drain")
         if rejected:
             self._send(self.scheduler.take_updates())

@@ -69,6 +69,8 @@ class NewSequence(Struct, frozen=True):
     """Maximum number of drafts that a step verifies for the sequence; 0: it is decoded one token a step."""
     prediction: bytes = b""
     """Token ids of the text that the request predicts, packed as int32."""
+    adapter_slot: int = 0
+    """Slot of the device's memory with the sequence's adapter; 0: it has none."""
 
 
 class StateCopy(Struct, frozen=True, gc=False):
@@ -110,6 +112,8 @@ class StepPlan(Struct, frozen=True):
     """State copies from rows to checkpoint slots, executed before the loads and the forward pass."""
     loads: tuple[StateCopy, ...] = ()
     """State copies from checkpoint slots to rows, executed after the saves and before the forward pass."""
+    has_adapters: bool = False
+    """True if a running sequence has an adapter."""
 
     @property
     def is_decode_only(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from contextlib import ExitStack
 
+from tandem.engine_core.adapter import Adapter, cache_namespace
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.plan import PADDING_PAGE
 from tandem.protocol.commands import Submit
@@ -155,6 +156,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "cache",
         "client",
@@ -218,6 +220,8 @@ class Sequence:
     """Below this position a decode row needs no new page and is not the last row."""
     in_steady_decode: bool
     """True if each row of the sequence is one position, with no tokens to upload."""
+    adapter: Adapter | None
+    """Adapter of the sequence; None: it has none."""
     compiling: bool
     """True while the sequence's grammar is being compiled."""
     queued_at: float
@@ -233,6 +237,7 @@ class Sequence:
         prompt: array[int],
         end_ids: frozenset[int],
         arrival: float = 0.0,
+        adapter: Adapter | None = None,
     ) -> None:
         self.id = seq_id
         self.client = client
@@ -247,7 +252,9 @@ class Sequence:
         self.arrival = self.queued_at = arrival
         self.constraint: Constraint | None = None
         self.compiling = submit.constraint is not None
-        self.cache, self.device = CacheState(submit.cache_salt.encode()), DeviceState(len(prompt))
+        self.adapter = adapter
+        namespace = cache_namespace(0 if adapter is None else adapter.version, submit.cache_salt)
+        self.cache, self.device = CacheState(namespace), DeviceState(len(prompt))
         self.wire, self.times, self.drafts = WireState(), SequenceTimes(), DraftStats()
         self.in_steady_decode = False
         self.num_scheduled_tokens = self.num_inflight_samples = self.num_inflight_drafts = self.inflight = 0

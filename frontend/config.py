@@ -79,6 +79,8 @@ class FrontendConfig(Struct, frozen=True):
     """File of API keys with names, rights and limits."""
     prefix_cache_scope: PrefixCacheScope = "key"
     """Who shares cached prefixes: requests with the same API key, or all requests."""
+    lora_root: Path | None = None
+    """Folder of the adapters that clients may load; None: they may load none."""
     served_names: tuple[str, ...] = ()
     """Model names that requests may use, `*` for any; by default the engine's."""
     cors_origins: tuple[str, ...] = ()

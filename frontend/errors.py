@@ -29,8 +29,14 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.ENGINE_UNAVAILABLE: 503,
     ErrorCode.ENGINE_FAILED: 500,
     ErrorCode.MODEL_FAILED: 500,
+    ErrorCode.MODEL_NOT_FOUND: 404,
+    ErrorCode.ADAPTER_FAILED: 500,
 }
-_PARAM = {ErrorCode.SESSION_BUSY: "session_id", ErrorCode.SESSIONS_OFF: "session_id"}
+_PARAM = {
+    ErrorCode.SESSION_BUSY: "session_id",
+    ErrorCode.SESSIONS_OFF: "session_id",
+    ErrorCode.MODEL_NOT_FOUND: "model",
+}
 """Request field at fault, for the codes that imply one."""
 
 

@@ -105,6 +105,8 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     prediction: bytes = b""
     """Token ids that the output probably has, packed like `prompt_ids`: drafts are taken from them. At most
     `Limits.max_prediction`, further ones are dropped; b"" for none."""
+    adapter: str = ""
+    """Name of the adapter; "" for the model without one."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):
@@ -185,4 +187,41 @@ class Resume(Command, frozen=True, array_like=True, tag=9):
     call: int
 
 
-AnyCommand = Hello | Submit | Abort | Goodbye | EndSession | SetPolicy | Inspect | Renew | Pause | Resume
+class LoadAdapter(Command, frozen=True, array_like=True, tag=10):
+    """Load an adapter.
+
+    The `Answer` comes once requests may use it, or is not ok and has the reason.
+    """
+
+    call: int
+    name: str
+    path: str
+    """Folder of its files, on the engine's machine."""
+    load_inplace: bool = False
+    """True to replace an adapter of the name: requests that use that one already keep it."""
+
+
+class UnloadAdapter(Command, frozen=True, array_like=True, tag=11):
+    """Remove an adapter: requests that arrive later are refused.
+
+    The `Answer` comes once no request uses it any more.
+    """
+
+    call: int
+    name: str
+
+
+AnyCommand = (
+    Hello
+    | Submit
+    | Abort
+    | Goodbye
+    | EndSession
+    | SetPolicy
+    | Inspect
+    | Renew
+    | Pause
+    | Resume
+    | LoadAdapter
+    | UnloadAdapter
+)

@@ -373,6 +373,32 @@ class EngineOptions(Struct, frozen=True):
             metavar="FILE",
         ),
     ] = None
+    enable_lora: Annotated[
+        bool,
+        EngineFlag(
+            "serve LoRA adapters in PEFT's format as models of their own; the memory of their slots is taken at the "
+            "start",
+            is_everyday=True,
+        ),
+    ] = False
+    max_loras: Annotated[
+        int,
+        EngineFlag("maximum number of adapters in the device's memory, among which one step may mix", bounds=(1, 255)),
+    ] = 8
+    max_lora_rank: Annotated[
+        int,
+        EngineFlag(
+            "maximum rank of an adapter; each slot has room for one of this rank on all layers", bounds=(1, 512)
+        ),
+    ] = 64
+    max_cpu_loras: Annotated[
+        int | None,
+        EngineFlag(
+            "maximum number of adapters in host memory; others are read from disk when they are used "
+            "(default: --max-loras)",
+            bounds=(1, 4096),
+        ),
+    ] = None
     load_format: Annotated[
         LoadFormat,
         EngineFlag(
@@ -410,6 +436,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, without: Collection[st
     group = parser.add_argument_group("engine core")
     for name, default, annotated, flag in _declarations():
         if name in without:
+            continue
+        if annotated is bool:
+            group.add_argument(flag_name(name), action="store_true", help=flag.help)
             continue
         choices, parse = _choices_and_parse(annotated)
         group.add_argument(
@@ -487,6 +516,8 @@ def engine_argv(options: EngineOptions) -> Sequence[str]:
     argv: list[str] = []
     for name in EngineOptions.__struct_fields__:
         value = getattr(options, name)
-        if value is not None:
+        if value is True:
+            argv.append(flag_name(name))
+        elif value is not None and value is not False:
             argv.append(f"{flag_name(name)}={value}")
     return argv

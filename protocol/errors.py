@@ -27,6 +27,8 @@ class ErrorCode(StrEnum):
     ENGINE_UNAVAILABLE = "engine_unavailable"
     ENGINE_FAILED = "engine_failed"
     MODEL_FAILED = "model_failed"
+    MODEL_NOT_FOUND = "model_not_found"
+    ADAPTER_FAILED = "adapter_failed"
 
 
 class FinishReason(StrEnum):

@@ -192,6 +192,24 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
+class AdapterFacts(Struct, frozen=True, array_like=True):
+    """An adapter that requests may use."""
+
+    name: str
+    path: str
+    """Folder of its files."""
+    version: int
+    """Number that no other adapter, and no earlier one of the name, has had."""
+
+
+class AdapterList(Struct, frozen=True, array_like=True):
+    """The adapters that requests may use."""
+
+    changes: int
+    """Number of changes since the engine's start: it orders heartbeats and answers, which come by two sockets."""
+    adapters: list[AdapterFacts]
+
+
 class Answer(Event, frozen=True, array_like=True, tag=4):
     """Answer to a command that has a `call` of this number."""
 
@@ -201,6 +219,8 @@ class Answer(Event, frozen=True, array_like=True, tag=4):
     """Reason if it is not ok."""
     pause_changes: int = 0
     """For a `Pause` or `Resume`, that number of the engine's stats once it was carried out."""
+    adapters: AdapterList | None = None
+    """For a `LoadAdapter` or `UnloadAdapter`, the adapters once it was carried out."""
 
 
 SequenceState = Literal["waiting", "compiling", "following", "prefill", "decode", "leaving", "zombie"]
@@ -241,6 +261,8 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     """Number of drafts that were verified for it."""
     accepted: int = 0
     """Number of those that were accepted."""
+    adapter: str = ""
+    """Name of its adapter; "" for none."""
 
 
 class InspectedSession(Struct, frozen=True, array_like=True):
@@ -299,6 +321,8 @@ class Heartbeat(Event, frozen=True, array_like=True, tag=3):
     pending: int
     """Requests without a terminal event yet."""
     stats: EngineStats
+    adapters: AdapterList | None = None
+    """The adapters that requests may use; None: the engine takes none."""
 
 
 class Closed(Event, frozen=True, array_like=True, tag=6):

@@ -214,3 +214,7 @@ class EngineStats(Struct, array_like=True):
     states_evicted: Annotated[
         int, _counter("tandem_state_checkpoints_evicted", "Checkpoints of recurrent states given up for others.")
     ] = 0
+    lora_requests: Annotated[
+        dict[str, int],
+        Metric("gauge", "tandem_lora_requests_info", "Open sequences of each adapter.", "adapter"),
+    ] = field(default_factory=dict)

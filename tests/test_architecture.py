@@ -18,6 +18,7 @@ L1 = {
     for name in (
         "config",
         "graph_sizes",
+        "adapter",
         "errors",
         "plan",
         "contracts",
@@ -29,7 +30,7 @@ L1 = {
         "integers",
     )
 }
-L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler"} | {
+L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler", "tandem.engine_core.lora.adapters"} | {
     f"tandem.engine_core.kv_cache.{name}"
     for name in (
         *("manager", "audit", "page_classes", "pages", "radix", "eviction", "pending_pages", "sessions"),
@@ -47,6 +48,7 @@ L3_NAMES = (
     "sampling",
     "loader",
     "kv_cache.storage",
+    *("lora.adapter_files", "lora.adapter_loader", "lora.peft_config"),
 )
 L3 = {f"tandem.engine_core.{name}" for name in L3_NAMES}
 L4 = {"tandem.engine_core.runtime", "tandem.engine_core.constraints"}
@@ -56,6 +58,7 @@ L5_NAMES = (
         f"startup.{name}"
         for name in (
             "engine",
+            "adapters",
             "runtime",
             "device",
             "attention",
@@ -154,7 +157,9 @@ def problems(module: str, ours: set[str], others: set[str]) -> list[str]:
     return found
 
 
-SHELLS = {"tandem.engine_core", "tandem.engine_core.kv_cache", "tandem.engine_core.startup"}
+SHELLS = {
+    f"tandem.{name}" for name in ("engine_core", "engine_core.kv_cache", "engine_core.lora", "engine_core.startup")
+}
 """Packages that span levels: their __init__ is empty."""
 
 

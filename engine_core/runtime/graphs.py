@@ -89,9 +89,11 @@ class StepGraphs:
     def bucket(self, plan: StepPlan) -> GraphBucket | None:
         """Return the smallest bucket that a step fits, or a larger one that is faster.
 
-        None if no graph is large enough, or if the step has single tokens that are not plain samples. The largest token
-        counts are captured without single tokens.
+        None if no graph is large enough, if a row has an adapter, or if the step has single tokens that are not plain
+        samples. The largest token counts are captured without single tokens.
         """
+        if plan.has_adapters:
+            return None
         if plan.num_drafts:
             rows = _at_least(
                 len(plan.rows), [rows for rows, drafts in sorted(self.verify[0]) if drafts == plan.num_drafts]

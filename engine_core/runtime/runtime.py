@@ -19,6 +19,7 @@ from tandem.engine_core.contracts import (
 )
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.kernels.delta_rule.state import TokenRows
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.kernels.speculation.reference import DRAFTS_SHIFT, SOURCE_SHIFT, VerifyTokens
@@ -29,6 +30,7 @@ from tandem.engine_core.runtime.device import Device, StepClock
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller, index_masks, mask_indices
+from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
 from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.staging import Packed, pack
@@ -60,6 +62,7 @@ class TorchRuntime:
         graphs: StepGraphs | None = None,
         clock: StepClock | None = None,
         speculator: Speculator | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self.device = device
         self.model = model
@@ -73,6 +76,7 @@ class TorchRuntime:
         self.graphs = graphs
         self.clock = clock
         self.speculator = speculator
+        self.adapters = adapters
         self._collected = 0.0
 
     def needs_exact_positions(self, plan: StepPlan) -> bool:
@@ -364,6 +368,7 @@ class TorchRuntime:
             sample_index=None,
             attention=s.attention.plan(_verify_spans(tokens, queries), self.page_tables),
             has_drafts=True,
+            adapters=self._adapters(s.plan, tokens.rows),
         )
 
     def _batch(self, s: StepSlot, inputs: Tensor) -> ForwardBatch:
@@ -382,7 +387,15 @@ class TorchRuntime:
             sample_index=index.long(),
             attention=s.attention.plan(_spans(s.plan), self.page_tables),
             tokens=self._tokens(s.plan, field(inputs, packed, "token_rows"), positions),
+            adapters=self._adapters(s.plan, field(inputs, packed, "token_rows")),
         )
+
+    def _adapters(self, plan: StepPlan, rows: Tensor) -> AdapterTokens | None:
+        """Return the adapters of a step's tokens, None if no row has one. rows: [T] int32."""
+        if not plan.has_adapters:
+            return None
+        assert self.adapters is not None, "a row with an adapter, without memory for adapters"
+        return self.adapters.of(rows)
 
     def _tokens(self, plan: StepPlan, rows: Tensor, positions: Tensor) -> TokenRows | None:
         """Return the rows of a step's tokens for recurrent layers, None if there are none."""

@@ -307,6 +307,7 @@ def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:
         p = a.params
         ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed))
         ints.extend((a.max_drafts, len(a.prediction) // ID_BYTES))
+        ints.append(a.adapter_slot)
         ints.extend([getattr(p, name) for name in _INT_FIELDS])
         floats.extend([getattr(p, name) for name in FLOAT_COLUMNS])
         if a.end_ids:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.lora.adapters import Adapters
 from tandem.engine_core.plan import PADDING_ROW
 from tandem.engine_core.scheduler.queue import WaitingQueue
 from tandem.engine_core.sequence import Sequence
@@ -121,16 +122,32 @@ def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:
         return True
 
 
+class AdapterGate:
+    """Gate to the slot of a sequence's adapter, which `Admission` has found to be resident."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self.adapters = adapters
+
+    def acquire(self, seq: Sequence) -> Callable[[], None] | None:
+        return _nothing if seq.adapter is None else self.adapters.acquire(seq.adapter)
+
+
+def _nothing() -> None:
+    return None
+
+
 class Admission:
     """Admission of waiting sequences, in the order of the queue."""
 
-    def __init__(self, rows: RowGate, memory: KVManager, chunk: int) -> None:
+    def __init__(self, rows: RowGate, memory: KVManager, chunk: int, adapters: Adapters | None = None) -> None:
         """Start with nothing declined.
 
-        chunk: positions that a first step could compute; 0: all of them.
+        chunk: positions that a first step could compute; 0: all of them; adapters: None if no sequence has one.
         """
         self.memory = memory
-        self._gates = (rows, PageGate(memory, chunk))
+        self.adapters = adapters
+        gates: tuple[Gate, ...] = (rows, PageGate(memory, chunk))
+        self._gates = gates if adapters is None else (*gates, AdapterGate(adapters))
         self._declined = (-1, -1)
         """Id of the sequence that the gates declined last, and `KVManager.epoch` then: until that changes they would
         decline it again."""
@@ -138,12 +155,14 @@ class Admission:
     def admit(self, waiting: WaitingQueue) -> list[Sequence]:
         """Take sequences out of the queue while every gate accepts them.
 
-        Return those taken. One whose next page is being computed by a running sequence waits for it without blocking
-        the others.
+        Return those taken. One whose adapter is in no slot waits for it without blocking the others, and so does one
+        whose next page is being computed by a running sequence.
         """
         admitted: list[Sequence] = []
         num_bypassed = 0
         for seq in waiting:
+            if self.adapters is not None and seq.adapter is not None and self.adapters.defers(seq.adapter):
+                continue
             if self.memory.waits_for_prefix(seq):
                 num_bypassed += 1
                 if num_bypassed > MAX_BYPASSED:

@@ -67,6 +67,8 @@ def copy_gauges(scheduler: Scheduler, stats: EngineStats, now: float) -> None:
     stats.preemptions = scheduler.preemptions
     stats.sessions, stats.sessions_evicted = len(memory.sessions), memory.sessions.num_evicted
     stats.oldest_wait = oldest_wait(scheduler, now)
+    if scheduler.adapters is not None:
+        stats.lora_requests = scheduler.adapters.num_open
 
 
 def oldest_wait(scheduler: Scheduler, now: float) -> float:
@@ -122,6 +124,7 @@ def _sequence(
         seq.submit.key.name if seq.submit.key is not None else "",
         seq.drafts.drafted,
         seq.drafts.accepted,
+        seq.submit.adapter,
     )
 
 

@@ -130,6 +130,8 @@ class Planner:
         held: all sequences that have pages.
         """
         plan, states = self._plan_rows(step_id, running, held), self.memory.states
+        if plan is not None and running.adapted:
+            plan = structs.replace(plan, has_adapters=True)
         return plan if plan is None or states is None else states.with_copies(plan)
 
     def _plan_rows(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:

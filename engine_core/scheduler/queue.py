@@ -26,6 +26,8 @@ class RunningSequences:
         """Ids of the members outside steady decode."""
         self.constrained: set[int] = set()
         """Ids of the members with a grammar."""
+        self.adapted: set[int] = set()
+        """Ids of the members with an adapter."""
         self._any_skipped = False
         """True if a member may have been left out of the last steps."""
         self._logprobs: dict[int, int] = {}
@@ -53,6 +55,8 @@ class RunningSequences:
         self.unsteady.add(seq.id)
         if seq.constraint is not None:
             self.constrained.add(seq.id)
+        if seq.adapter is not None:
+            self.adapted.add(seq.id)
         wanted = max_logprobs(seq)
         if wanted >= 0:
             self._logprobs[seq.id] = wanted
@@ -62,6 +66,7 @@ class RunningSequences:
         self.members.pop(seq.id, None)
         self.unsteady.discard(seq.id)
         self.constrained.discard(seq.id)
+        self.adapted.discard(seq.id)
         self._logprobs.pop(seq.id, None)
 
     def count_skipped(self, rows: Collection[ScheduledSequence]) -> None:

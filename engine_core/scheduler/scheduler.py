@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, MaskedRows, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.lora.adapters import Adapters
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import Admission, RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, StepMasks, append_tokens, check_stop, jump_forward
@@ -41,11 +42,12 @@ class Scheduler:
         policy: Policy = "fcfs",
         costs: StepCosts | None = None,
         drafts: DraftPolicy | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Keep the parts of a scheduler.
 
         costs: expected durations of steps; None: they are not known, and prompts are not limited by them; drafts:
-        numbers of drafts that steps verify; None: none do.
+        numbers of drafts that steps verify; None: none do; adapters: None if no sequence has one.
         """
         self.rows = rows
         self.memory = memory
@@ -58,7 +60,8 @@ class Scheduler:
         self.preemptions = 0
         costs = costs or StepCosts({}, AttentionShare())
         self.planner = Planner(memory, limits, policy, costs, drafts or DraftPolicy(()), self.preempt)
-        self._admission = Admission(rows, memory, _first_chunk(memory, limits))
+        self.adapters = adapters
+        self._admission = Admission(rows, memory, _first_chunk(memory, limits), adapters)
         self._running = RunningSequences()
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
@@ -105,6 +108,8 @@ class Scheduler:
             self.memory.sessions.check(seq.submit.session)
             self.memory.sessions.begin_turn(seq.submit.session, seq.id)
         self._open[seq.client, seq.request_id] = seq
+        if self.adapters is not None and seq.adapter is not None:
+            self.adapters.open(seq.adapter)
         self.queued.add(seq)
         if seq.compiling:
             self.compiling[seq.id] = seq
@@ -398,6 +403,8 @@ class Scheduler:
         assert seq.outcome is None, f"second outcome {outcome} for {seq}"
         seq.outcome = outcome
         del self._open[seq.client, seq.request_id]
+        if self.adapters is not None and seq.adapter is not None:
+            self.adapters.close(seq.adapter)
         self.queued.remove(seq.id)
         self.updates.ended.append(seq)
         self._masks.drop(seq.id)
@@ -442,6 +449,15 @@ class Scheduler:
         """Set the time, in seconds, and expire sessions that have been idle for too long."""
         self._now = now
         self.memory.sessions.expire(now)
+
+    def advance_adapters(self, now: float) -> None:
+        """Advance the adapters, and end the waiting sequences of those that could not be loaded. now: seconds."""
+        if self.adapters is None:
+            return
+        for adapter, problem in self.adapters.advance(now).items():
+            message = f"the adapter {adapter.name!r} could not be loaded: {problem}"
+            for seq in [seq for seq in self.waiting if seq.adapter is adapter]:
+                self.end(seq, Failure(seq.request_id, ErrorCode.ADAPTER_FAILED, message))
 
     def audit(self) -> list[str]:
         """Return the inconsistencies of pages and rows; empty if there are none."""

@@ -91,4 +91,5 @@ def new_sequence(seq: Sequence) -> NewSequence:
         seq.submit.logprobs is not None,
         seq.drafts.max_drafts,
         seq.submit.prediction if seq.drafts.max_drafts else b"",
+        seq.adapter.slot if seq.adapter is not None else 0,
     )

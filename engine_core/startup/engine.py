@@ -38,6 +38,8 @@ from tandem.engine_core.kv_cache.state_slots import StateSlots
 from tandem.engine_core.kv_cache.states import StateCache
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.lora.adapter_loader import SideCopies
+from tandem.engine_core.lora.adapters import Adapters
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import open_checkpoint, read_config
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
@@ -49,6 +51,7 @@ from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import StepCosts
+from tandem.engine_core.startup.adapters import build_adapters
 from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.device_memory import dummy_bytes, memory_demand, wait_for_memory, weight_bytes
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
@@ -101,6 +104,16 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
             f"--speculate {options.speculate}: {model_config.architecture} has recurrent layers, whose state cannot go "
             "back to the last accepted draft; leave the flag out"
         )
+    if options.enable_lora and model_config.recurrent_layers:
+        raise ConfigError(
+            f"--enable-lora: {model_config.architecture} has recurrent layers, whose adapters are not supported yet; "
+            "leave the flag out"
+        )
+    if options.enable_lora and options.speculate != "off" and kind == "cuda":
+        raise ConfigError(
+            f"--enable-lora and --speculate {options.speculate} exclude each other on cuda so far: no CUDA graph "
+            "verifies drafts of rows with adapters; leave one of them out"
+        )
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = "float32"
@@ -139,10 +152,12 @@ def build_engine(
     mailbox: Mailbox,
     status: Status,
     new_parts: Callable[[str], DeviceParts] = open_parts,
+    adapters_file: Path | None = None,
 ) -> Engine:
     """Load the model, size and allocate everything, and run each path once.
 
-    new_parts: opens a device of the resolved kind, "cpu" or "cuda".
+    new_parts: opens a device of the resolved kind, "cpu" or "cuda"; adapters_file: file of the adapters to load, None
+    for none.
 
     Raises ConfigError if the engine cannot start as asked; the message names the setting to change. Raises
     DeviceBusyError if it could with the memory that another process holds.
@@ -168,7 +183,13 @@ def build_engine(
     costs = measure_costs(runtime, config, source.model, source.layout)
     log.mark("timing of steps")
     facts = _facts(config, source)
-    engine = _build_loop(config, resolved.groups, runtime, costs, mailbox, constraints, status, facts)
+    adapters = None
+    if runtime.adapters is not None:
+        copies = SideCopies(parts.device.torch_device) if kind == "cuda" else None
+        given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
+        adapters = build_adapters(*given)
+        log.mark("adapters")
+    engine = _build_loop(config, resolved.groups, runtime, costs, mailbox, constraints, status, facts, adapters)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
         text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"
@@ -301,12 +322,14 @@ def _build_loop(
     constraints: Constraints,
     status: Status,
     facts: ModelFacts,
+    adapters: Adapters | None,
 ) -> Engine:
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
     memory = _kv_manager(config, kv_groups, bool(runtime.kv.recurrent))
     drafts = draft_policy(config)
-    scheduler = Scheduler(RowGate(config.max_rows), memory, scheduler_limits(config), config.policy, costs, drafts)
+    rows, limits = RowGate(config.max_rows), scheduler_limits(config)
+    scheduler = Scheduler(rows, memory, limits, config.policy, costs, drafts, adapters)
     wire_limits = Limits(
         config.max_rows,
         config.kv_tokens,

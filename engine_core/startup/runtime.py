@@ -5,6 +5,7 @@ steps and graphs; the pool, from the remaining memory; graphs. Nothing is alloca
 """
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tandem.engine_core.kernels.delta_rule.state import ModelStates
 from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.lora_linear import LoraSlots
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
@@ -27,6 +29,7 @@ from tandem.engine_core.runtime.device import StepClock
 from tandem.engine_core.runtime.forced_sampler import ForcedSampler
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
+from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.speculation import Speculator
@@ -86,6 +89,8 @@ class RuntimeBuilder(Struct, frozen=True):
     """State of the recurrent layers; None if the model has none."""
     speculator: Speculator | None = None
     """None if no step verifies drafts."""
+    lora: LoraSlots | None = None
+    """Memory of adapters; None if the engine takes none."""
 
     def build_pool(self, pages: int, state_slots: int = 0) -> KVStorage:
         """Allocate a KV pool, and slots for checkpoints of recurrent layers.
@@ -121,7 +126,15 @@ class RuntimeBuilder(Struct, frozen=True):
             graphs,
             StepClock(self.parts.device.instant),
             self.speculator,
+            self.adapters,
         )
+
+    @property
+    def adapters(self) -> RowAdapters | None:
+        """Look-up of the adapters of a step's tokens."""
+        if self.lora is None:
+            return None
+        return RowAdapters(self.tables.sampling, self.lora)
 
     def capture_graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
         """Capture all graphs of the configuration, reporting progress.
@@ -255,8 +268,20 @@ def _new_builder(
 ) -> RuntimeBuilder:
     device = parts.device
     parts.check_kv(source.layout.dtype)
-    model = _load_model(config.options, source, checkpoint, parts.build_context(source.model, source.dtype), status)
+    context = parts.build_context(source.model, source.dtype)
+    lora = None
+    if config.max_adapters:
+        lora = LoraSlots(config.max_adapters, config.options.max_lora_rank, context.kernels.group_tokens)
+        context = replace(context, lora=lora)
+    model = _load_model(config.options, source, checkpoint, context, status)
     log.mark("weights")
+    if lora is not None:
+        logger.info(
+            "adapters: %s for %d slots of rank %d",
+            pool_text.size_text(lora.num_bytes),
+            lora.max_slots,
+            lora.max_rank,
+        )
     calibrate_kv_scales(model, source.layout, source.dtype, config.max_len)
     vocab_size = source.model.vocab_size
     sizes = config.max_rows, config.max_len, config.page_columns
@@ -295,7 +320,8 @@ def _new_builder(
         size = state_sizes(config, source).rows
         logger.info("recurrent state: %s for %d rows", pool_text.size_text(size), config.max_rows)
         log.mark("recurrent state")
-    return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, states, speculator)
+    given = parts, source, config, model, tables, sampler, scorer, filler, slots, states, speculator, lora
+    return RuntimeBuilder(*given)
 
 
 def _forced(sampler: Sampler, tables: DeviceTables, config: StepConfig, vocab_size: int) -> ForcedSampler:

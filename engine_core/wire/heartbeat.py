@@ -11,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tandem.engine_core.wire.client_keys import ClientKeys
 from tandem.protocol.codec import encode
-from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.events import AdapterList, Heartbeat, Phase
 from tandem.protocol.rate_limited_log import RateLimitedLog
 from tandem.protocol.sockets import Transport, bind_heartbeat
 from tandem.protocol.stats import EngineStats
@@ -66,6 +66,7 @@ class Status:
         self.phase = Phase.STARTING
         self.percent = 0
         self.detail = ""
+        self.adapters: AdapterList | None = None
 
     def enter(self, phase: Phase, percent: int = 0, detail: str = "") -> None:
         """Set phase, percent done and detail.
@@ -80,7 +81,7 @@ class Status:
         """Build the heartbeat of this moment."""
         stats = self.stats
         pending = stats.running + stats.waiting
-        return Heartbeat(self.epoch, self.phase, self.percent, self.detail, pending, stats)
+        return Heartbeat(self.epoch, self.phase, self.percent, self.detail, pending, stats, self.adapters)
 
 
 class HeartbeatPublisher:

@@ -1,6 +1,6 @@
 """The routes `GET /v1/models`.
 
-They list the served model under each of its names.
+They list the served model under each of its names, and its adapters.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.request_scope import speaks_anthropic
 from tandem.frontend.api.service import Service
 from tandem.frontend.request.schema import STRING, closed
-from tandem.protocol.events import ModelFacts
+from tandem.protocol.events import AdapterFacts, ModelFacts
 
 
 def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], anthropic: bool) -> dict[str, Any]:
@@ -39,6 +39,14 @@ def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], 
     }
 
 
+def _adapter_card(
+    model: ModelFacts, facts: AdapterFacts, base: str, sampling_defaults: Mapping[str, float], anthropic: bool
+) -> dict[str, Any]:
+    """Describe an adapter. base: name of the model that it adapts."""
+    card = _card(model, facts.name, sampling_defaults, anthropic)
+    return card if anthropic else card | {"root": facts.path, "parent": base}
+
+
 _CARD = closed(
     {
         "id": STRING,
@@ -47,7 +55,9 @@ _CARD = closed(
         "owned_by": STRING,
         "max_model_len": {"type": "integer"},
         "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
-    }
+    },
+    # Of adapters: the folder, and the model that it adapts.
+    {"root": STRING, "parent": STRING},
 )
 _ANTHROPIC_CARD = closed(
     {
@@ -94,9 +104,14 @@ def models_router(service: Service) -> APIRouter:
         model, anthropic = service.ready().model, speaks_anthropic(request.scope)
         names = service.names.listed(model.name)
         cards = [_card(model, name, service.sampling_defaults, anthropic) for name in names]
+        cards += [
+            _adapter_card(model, facts, names[0], service.sampling_defaults, anthropic)
+            for facts in service.client.adapters.all
+            if facts.name not in names
+        ]
         if not anthropic:
             return {"object": "list", "data": cards}
-        return {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
 
     @router.get(
         "/v1/models/{model:path}",
@@ -110,8 +125,13 @@ def models_router(service: Service) -> APIRouter:
     )
     async def get_model(model: str, request: Request) -> dict[str, Any]:
         """Describe the served model, given one of its names."""
-        served = service.ready().model
-        service.names.resolve(model, served.name)
+        served, adapters = service.ready().model, service.client.adapters
+        names = service.names.listed(served.name)
+        service.names.resolve(model, served.name, adapters)
+        for facts in adapters.all:
+            if facts.name == model and model not in names:
+                defaults = service.sampling_defaults
+                return _adapter_card(served, facts, names[0], defaults, speaks_anthropic(request.scope))
         return _card(served, model, service.sampling_defaults, speaks_anthropic(request.scope))
 
     return router

@@ -87,6 +87,7 @@ class Service:
             config.limits,
             self.sampling_defaults,
             self.names,
+            client.adapters,
         )
         types = model_types(read_json(config.model_dir / "config.json"))
         parsers = Parsers(config.chat.tool_parser, config.chat.reasoning_parser, types, tag_tokens)

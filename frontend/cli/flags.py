@@ -30,6 +30,21 @@ def _right(text: str) -> str:
     return text
 
 
+def lora_module(text: str) -> tuple[str, str]:
+    """Parse the name and the path of an adapter: NAME=PATH, or vLLM's JSON object."""
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+            name, path = fields["name"], fields["path"]
+        except (ValueError, TypeError, KeyError):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object with name and path") from None
+    else:
+        name, _, path = text.partition("=")
+    if not (isinstance(name, str) and isinstance(path, str) and name.strip() and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, path
+
+
 # fmt: off
 CLIENT_FLAGS = (
     Flag("timeout", "server", "seconds without a byte after which the command gives up on an answer", float,
@@ -61,6 +76,11 @@ HUB_FLAGS = (
     Flag("download_dir", _HUB, "folder of the cache to download to, in the layout of huggingface_hub", Path,
          metavar="DIR", is_everyday=True, default_text="$HF_HUB_CACHE, or hub in $HF_HOME, which is "
          "~/.cache/huggingface"),
+)
+LORA_FLAGS = (
+    Flag("lora_modules", "engine core", "adapters to load at the start, each as NAME=PATH with a folder in PEFT's "
+         "format or a name on the Hugging Face hub; requests choose one by its name as their model", lora_module,
+         metavar="NAME=PATH", is_everyday=True, is_list=True, default=[], default_text="none"),
 )
 # fmt: on
 

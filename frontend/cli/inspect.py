@@ -21,7 +21,7 @@ _SEQUENCES = {
 }  # fmt: skip
 _DRAFTS = {"drafted_tokens": "DRAFTED", "accepted_tokens": "ACCEPTED"}
 """Further columns of sequences where steps verify drafts."""
-_TEXTS = ("state", "session_id", "http_request_id")
+_TEXTS = ("state", "session_id", "http_request_id", "adapter")
 _SESSIONS = {"session_id": "SESSION", "busy": "BUSY", "pages": "KEPT", "idle": "IDLE"}
 _WAITING = ("waiting", "compiling", "following")
 
@@ -81,6 +81,8 @@ def render(state: dict[str, Any]) -> str:
     sequences = [{**one, "wait": one["wait"] if one["state"] in _WAITING else None} for one in state["sequences"]]
     sessions = [{**one, "idle": None if one["busy"] else one["idle"]} for one in state["sessions"]]
     columns = {**_SEQUENCES, **_DRAFTS} if state["speculation"] else _SEQUENCES
+    if any(one.get("adapter") for one in sequences):
+        columns = {**columns, "adapter": "ADAPTER"}
     tables = ((columns, sequences), (_SESSIONS, sessions))
     parts += [_table(columns, entries) for columns, entries in tables if entries]
     return "\n\n".join(parts)

@@ -16,6 +16,7 @@ from tandem.frontend.cli.flags import (
     CLIENT_FLAGS,
     HUB_FLAGS,
     INSPECT_FLAGS,
+    LORA_FLAGS,
     add_sampling_arguments,
     add_server_arguments,
     hub_options,
@@ -107,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config_argument(serve)
     # The frontend accepts several names, and the engine uses the first one; load limits are shared.
     add_engine_arguments(serve, without=["served_model_name", "max_concurrent", "max_queued_tokens"])
-    add_flags(serve, HUB_FLAGS)
+    add_flags(serve, (*LORA_FLAGS, *HUB_FLAGS))
     add_http_arguments(serve)
     add_watch_arguments(serve)
     add_flags(serve, OPS_FLAGS)
@@ -119,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_argument(engine)
     _add_config_argument(engine)
     add_engine_arguments(engine)
-    add_flags(engine, HUB_FLAGS)
+    add_flags(engine, (*LORA_FLAGS, *HUB_FLAGS))
     add_watch_arguments(engine)
     add_flags(engine, OPS_FLAGS)
     add_transport_arguments(engine, endpoint_required=True)
@@ -286,6 +287,7 @@ def run_engine(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
+    from tandem.frontend.supervisor.adapters import check_modules, find_adapters
     from tandem.frontend.supervisor.launch import (
         check_engine_installed,
         check_template,
@@ -308,7 +310,10 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
             chat = ChatOptions(template=arguments.chat_template) if with_frontends else None
             check = check_before_weights(options, chat)
             model = find_model(arguments.model, hub_options(arguments), before_weights=check)
-        return asyncio.run(supervise(arguments, options, model, with_frontends))
+            root, base = arguments.lora_root if with_frontends else None, options.served_model_name or model.served_name
+            check_modules(arguments.lora_modules, base, options.enable_lora, root)
+            adapters = find_adapters(arguments.lora_modules, hub_options(arguments))
+        return asyncio.run(supervise(arguments, options, model, with_frontends, adapters))
     except LaunchError as error:
         return _refuse(str(error))
 

@@ -5,13 +5,22 @@ import itertools
 from collections.abc import Callable
 
 from tandem.frontend.errors import ApiError, unavailable
-from tandem.protocol.commands import EndSession, Inspect, Pause, PauseMode, Resume, SetPolicy
+from tandem.protocol.commands import (
+    EndSession,
+    Inspect,
+    LoadAdapter,
+    Pause,
+    PauseMode,
+    Resume,
+    SetPolicy,
+    UnloadAdapter,
+)
 from tandem.protocol.events import Answer, Inspection
 
 CALL_SECONDS = 10.0
 """Seconds after which a call fails; the engine replies between two steps."""
 
-EngineCall = EndSession | SetPolicy | Inspect | Pause | Resume
+EngineCall = EndSession | SetPolicy | Inspect | Pause | Resume | LoadAdapter | UnloadAdapter
 EngineReply = Answer | Inspection
 
 
@@ -59,6 +68,21 @@ class EngineCalls:
     async def resume(self) -> None:
         """Resume the engine if it is paused."""
         await self._answer(Resume)
+
+    async def load_adapter(self, name: str, path: str, replaces: bool) -> str:
+        """Load an adapter, however long that takes.
+
+        Return "" once requests may use it, or the reason why not.
+        """
+        reply = await self._ask(lambda call: LoadAdapter(call, name, path, replaces), None)
+        assert isinstance(reply, Answer), reply
+        return "" if reply.ok else reply.message
+
+    async def unload_adapter(self, name: str) -> str:
+        """Unload an adapter; return "" once no request uses it, or the reason why there is none."""
+        reply = await self._ask(lambda call: UnloadAdapter(call, name), None)
+        assert isinstance(reply, Answer), reply
+        return "" if reply.ok else reply.message
 
     async def inspect(self) -> Inspection:
         """Return a snapshot of the scheduler."""

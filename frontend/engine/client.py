@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import zmq
 import zmq.asyncio
 
+from tandem.frontend.engine.adapters import KnownAdapters
 from tandem.frontend.engine.calls import EngineCall, EngineCalls
 from tandem.frontend.engine.compatibility import Fingerprints, differ, mismatch
 from tandem.frontend.engine.engine_load import EngineLoad
@@ -101,6 +102,7 @@ class EngineClient:
         """True once requests fail instead of being held."""
         self._ids = itertools.count(1)
         self.calls = EngineCalls(self._send_call)
+        self.adapters = KnownAdapters()
         self._monitor = EngineMonitor(watch, self._on_heartbeat, self._tick)
         self._listener: asyncio.Task[None] | None = None
 
@@ -319,6 +321,8 @@ class EngineClient:
         if broken is not None and broken[0] == heartbeat.engine_epoch and now - broken[1] < STALE_SECONDS:
             return
         self._watch.observe(heartbeat)
+        if heartbeat.phase is Phase.READY:
+            self.adapters.observe(heartbeat.engine_epoch, heartbeat.adapters)
         self._load.observe(heartbeat, self.facts.limits if self.facts is not None else None)
         link = self._link
         if link is not None and link.epoch != heartbeat.engine_epoch:
@@ -367,6 +371,8 @@ class EngineClient:
             case Answer() | Inspection():
                 if isinstance(event, Answer) and self._link is not None:
                     self._watch.note_pause(self._link.epoch, event.pause_changes)
+                    if event.adapters is not None:
+                        self.adapters.observe(self._link.epoch, event.adapters)
                 self.calls.answer(event)
             case KeyUsage(name):
                 self.key_usage[name] = event

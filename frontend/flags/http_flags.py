@@ -69,6 +69,9 @@ HTTP_FLAGS = (
          _served_name, metavar="NAME", is_list=True, is_everyday=True, default=[],
          default_text="the engine's, which is the name of the model's directory", struct=FrontendConfig,
          field="served_names", to_field=tuple),
+    Flag("lora_root", _HTTP, "folder of adapters that keys with the right admin may load while the server runs, by "
+         "POST /v1/load_lora_adapter", Path, metavar="DIR", struct=FrontendConfig,
+         default_text="none: the routes do not exist"),
     Flag("max_concurrent", _HTTP, "maximum number of sequences in progress, of all frontends together; further "
          "requests get a 429; a frontend on its own can only lower its engine's limit", int, COUNT,
          struct=FrontendConfig),

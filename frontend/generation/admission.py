@@ -6,6 +6,7 @@ from time import monotonic
 
 from msgspec import Struct, structs
 
+from tandem.frontend.engine.adapters import KnownAdapters
 from tandem.frontend.errors import ApiError, PromptTooLongError, malformed, overloaded, unsupported
 from tandem.frontend.generation.output_tags import NO_TAGS, OutputTags
 from tandem.frontend.generation.stage import Stage
@@ -61,6 +62,8 @@ class Admitted(Struct, frozen=True):
     """Tags of a chat's output."""
     prediction: bytes = b""
     """Ids of the predicted output, in the format of `Submit.prediction`."""
+    adapter: str = ""
+    """Name of the adapter that computes the output; "" for the model itself."""
 
     @property
     def num_choices(self) -> int:
@@ -90,6 +93,7 @@ class Admission:
         limits: RequestLimits,
         sampling_defaults: Mapping[str, float],
         names: ServedNames,
+        adapters: KnownAdapters,
     ) -> None:
         self._tokenizer = tokenizer
         self._workers = workers
@@ -98,13 +102,14 @@ class Admission:
         self._limits = limits
         self._sampling_defaults = sampling_defaults
         self._names = names
+        self._adapters = adapters
 
     def named(self, name: str | None, model: ModelFacts) -> ModelFacts:
         """Return the model facts for the name in a request.
 
         The name may be omitted. Raises ApiError 404 for an unknown name.
         """
-        return structs.replace(model, name=self._names.resolve(name, model.name))
+        return structs.replace(model, name=self._names.resolve(name, model.name, self._adapters))
 
     async def admit(
         self,
@@ -160,7 +165,10 @@ class Admission:
         if constraint is not None:
             stages += (Stage("grammar", encoded, monotonic()),)
         sampling = _sampling(options, self._sampling_defaults)
-        return Admitted(options, model, admitted, sampling, constraint, stages, tags, prediction)
+        adapter = model.name if model.name in self._adapters else ""
+        if model.name in self._names.listed(ready.model.name):
+            adapter = ""  # An engine may have loaded one of the model's own name.
+        return Admitted(options, model, admitted, sampling, constraint, stages, tags, prediction, adapter)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
         """Raise ApiError 400 for more sequences than this server can ever hold at once.

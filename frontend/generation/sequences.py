@@ -58,6 +58,7 @@ def submit_command(
         constraint_seconds=0.0 if constraint is None else constraint.seconds,
         speculation=options.speculation,
         prediction=admitted.prediction,
+        adapter=admitted.adapter,
     )
 
 

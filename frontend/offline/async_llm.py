@@ -7,7 +7,7 @@ async with AsyncLLM(model="/models/qwen3") as llm:
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from tandem.frontend.offline.fields import (
     completion_fields,
     conversation_batch,
     engine_options,
+    find_lora_modules,
     hub_options,
     prompt_batch,
     refuse_parameters,
@@ -51,6 +52,7 @@ class AsyncLLM:
         revision: str | None = None,
         hf_token: str | None = None,
         download_dir: str | Path | None = None,
+        lora_modules: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
         """Store the settings, which are those of `LLM`, without starting the engine.
@@ -60,6 +62,7 @@ class AsyncLLM:
         settings = engine_options(model, options)
         chat = chat or ChatOptions()
         self._session = OfflineSession(settings, chat, check_log_level(log_level))
+        self._settings, self._lora_modules = settings, lora_modules
         self._before_weights = check_before_weights(settings, chat)
         self._model, self._hub = model, hub_options(revision, hf_token, download_dir)
         self._startup_timeout = startup_timeout
@@ -83,7 +86,10 @@ class AsyncLLM:
         check_engine_installed()
         self._state = "running"
         try:
-            await self._session.open(await self._find_model(), self._startup_timeout)
+            model = await self._find_model()
+            given = self._lora_modules, self._settings, model.served_name, self._hub
+            self._session.adapters = await asyncio.to_thread(find_lora_modules, *given)
+            await self._session.open(model, self._startup_timeout)
         except BaseException:
             await self.close()
             raise

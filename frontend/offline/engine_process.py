@@ -4,6 +4,7 @@ import asyncio
 import re
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import get_args
 
 from tandem.frontend.offline.result import EngineError
@@ -30,8 +31,9 @@ class EngineProcess:
     Its stderr is forwarded to this process's stderr.
     """
 
-    def __init__(self, endpoint: str, options: EngineOptions, log_level: LogLevel) -> None:
-        command = [*engine_command(endpoint, options), f"--log-level={log_level}"]
+    def __init__(self, endpoint: str, options: EngineOptions, log_level: LogLevel, flags: Sequence[str] = ()) -> None:
+        """Start nothing yet. flags: further ones of the engine."""
+        command = [*engine_command(endpoint, options, flags), f"--log-level={log_level}"]
         self._process = ManagedProcess("engine core", command, stderr_limit=_MAX_LINE_BYTES)
         self._last_lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._reader: asyncio.Task[None] | None = None

@@ -12,6 +12,7 @@ from tandem.frontend.api.chat_completions.request import BODY as CHAT
 from tandem.frontend.api.completions.request import BODY as COMPLETION
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.prompts import Prompt
+from tandem.frontend.supervisor.adapters import check_modules, find_adapters
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_argv
 from tandem.protocol.engine_options import engine_options as parsed_options
 from tandem.protocol.events import NO_LIMIT
@@ -22,7 +23,7 @@ Conversation = Sequence[Mapping[str, Any]]
 _ELSEWHERE = {
     "prompt": "it is the first argument",
     "messages": "it is the first argument",
-    "model": "it is given to the constructor",
+    "model": "it is given to the constructor; lora chooses an adapter",
     "stream": "call stream() or stream_chat()",
     "stream_options": "the result has the usage",
     "stream_format": "call stream() or stream_chat()",
@@ -89,6 +90,18 @@ def hub_options(revision: str | None, hf_token: str | None, download_dir: str | 
     return HubOptions(revision, hf_token, None if download_dir is None else Path(download_dir))
 
 
+def find_lora_modules(
+    modules: Mapping[str, str | Path] | None, options: EngineOptions, base: str, hub: HubOptions
+) -> dict[str, str]:
+    """Return the folders of adapters by name, after downloading those of the hub.
+
+    base: name of the model. Raises LaunchError for one that cannot be served.
+    """
+    given = [(name, str(path)) for name, path in (modules or {}).items()]
+    check_modules(given, options.served_model_name or base, options.enable_lora)
+    return find_adapters(given, hub)
+
+
 def refuse_parameters(given: object, call: str) -> None:
     """Raise TypeError for a sampling parameters object, as used with vLLM.
 
@@ -111,7 +124,7 @@ def completion_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
     for names covered by other arguments, ValueError for `prompt_logprobs` out of range. Other values are validated like
     a request's.
     """
-    body = _checked(given, COMPLETION.names, ("prompt_logprobs",))
+    body = _checked(given, COMPLETION.names, ("prompt_logprobs", "lora"))
     with_logprobs = body.get("logprobs") is not None
     scored = body.pop("prompt_logprobs", None)
     if scored is not None:
@@ -129,7 +142,7 @@ def chat_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
     Raises TypeError like `completion_fields`.
 
     """
-    body = _checked(given, CHAT.names, ())
+    body = _checked(given, CHAT.names, ("lora",))
     return Fields({**body, "stream": stream}, None, bool(body.get("logprobs")))
 
 
@@ -138,10 +151,14 @@ def _checked(given: Mapping[str, Any], known: Collection[str], own: Collection[s
     for name in given:
         if name in _ELSEWHERE:
             raise TypeError(f"{name!r} is not a keyword here; {_ELSEWHERE[name]}")
-        if name not in known:
+        if name not in known and name not in own:
             near = difflib.get_close_matches(name, (*known, *own, "json_schema", "progress", "raise_on_error"), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{name!r} is not a field of this request{hint}")
+    if (lora := body.pop("lora", None)) is not None:
+        if not isinstance(lora, str) or not lora:
+            raise TypeError(f"'lora' must be the name of an adapter, not {lora!r}")
+        body["model"] = lora
     if (schema := body.pop("json_schema", None)) is not None:
         if hasattr(schema, "model_json_schema"):
             raise TypeError(f"'json_schema' must be a dict; give {schema.__name__}.model_json_schema()")

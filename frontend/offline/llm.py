@@ -7,7 +7,7 @@ with LLM(model="/models/qwen3") as llm:
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ from tandem.frontend.offline.fields import (
     completion_fields,
     conversation_batch,
     engine_options,
+    find_lora_modules,
     hub_options,
     prompt_batch,
     refuse_parameters,
@@ -65,13 +66,15 @@ class LLM:
         revision: str | None = None,
         hf_token: str | None = None,
         download_dir: str | Path | None = None,
+        lora_modules: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
         """Start the engine and wait until it is ready.
 
         `model` is a folder or a name on the Hugging Face hub, which is downloaded first if it is not in the cache,
         using `revision`, `hf_token` and `download_dir` like the flags of `tandem serve`. By default the engine serves
-        the model shipped with it. It logs to stderr from `log_level` (debug, info, warning or error) on. Raises
+        the model shipped with it. `lora_modules` are folders or hub names of adapters by name, for `lora` of a call;
+        they need `enable_lora=True`. It logs to stderr from `log_level` (debug, info, warning or error) on. Raises
         LaunchError or TokenizerError for a model that cannot be served, EngineError if the engine exits or is not ready
         within `startup_timeout` seconds, TypeError for an unknown option, ValueError for an invalid value.
         """
@@ -79,7 +82,8 @@ class LLM:
         check_engine_installed()
         hub = hub_options(revision, hf_token, download_dir)
         found = find_model(model, hub, before_weights=check_before_weights(settings, chat or ChatOptions()))
-        self._session = OfflineSession(settings, chat or ChatOptions(), level)
+        adapters = find_lora_modules(lora_modules, settings, found.served_name, hub)
+        self._session = OfflineSession(settings, chat or ChatOptions(), level, adapters)
         self._thread = LoopThread("tandem-offline")
         self._thread.start()
         self._finalizer = weakref.finalize(self, _close, self._thread, self._session)
@@ -107,7 +111,8 @@ class LLM:
 
         Each prompt is text or a list of token ids. `fields` are those of `POST /v1/completions` (`max_tokens`,
         `temperature`, `seed`, `stop`, `n`, `best_of`, `logprobs`, ...), with the same defaults, and apply to every
-        prompt. `json_schema` is short for a `response_format`, and `prompt_logprobs=N` scores the prompts.
+        prompt. `json_schema` is short for a `response_format`, `prompt_logprobs=N` scores the prompts, and `lora` names
+        an adapter.
 
         A prompt that is refused or fails has a result with an `error`, and reading its `text` raises it; the other
         results are kept. With `raise_on_error`, RequestError is raised at the first failure instead. Raises

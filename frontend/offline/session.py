@@ -5,7 +5,7 @@ This is an engine process, a connection to it, and the requests in flight.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,7 +31,7 @@ from tandem.frontend.offline.result import (
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.run_directory import run_directory
-from tandem.frontend.supervisor.launch import private_endpoint
+from tandem.frontend.supervisor.launch import adapters_argv, private_endpoint
 from tandem.frontend.supervisor.model import ModelFolder
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import NO_LIMIT
@@ -52,7 +52,11 @@ class OfflineSession:
     They run in one event loop, from `open` to `close`.
     """
 
-    def __init__(self, options: EngineOptions, chat: ChatOptions, log_level: LogLevel) -> None:
+    def __init__(
+        self, options: EngineOptions, chat: ChatOptions, log_level: LogLevel, adapters: Mapping[str, str] | None = None
+    ) -> None:
+        """Keep the settings. adapters: folders by name."""
+        self.adapters = adapters or {}
         self._options = options
         self._chat = chat
         self._log_level = log_level
@@ -70,7 +74,8 @@ class OfflineSession:
         timeout: maximum seconds to wait. Raises TokenizerError for a model that cannot be served, EngineError if the
         engine exits or is not ready in time. `close` must be called in any case.
         """
-        endpoint = private_endpoint(self._resources.enter_context(run_directory()))
+        private = self._resources.enter_context(run_directory())
+        endpoint = private_endpoint(private)
         config = FrontendConfig(
             endpoint,
             model.folder,
@@ -81,7 +86,8 @@ class OfflineSession:
             store=False,
         )
         self._service = build_service(config)
-        self._engine = EngineProcess(endpoint, model.options(self._options), self._log_level)
+        flags = adapters_argv(private, self.adapters) if self._options.enable_lora else ()
+        self._engine = EngineProcess(endpoint, model.options(self._options), self._log_level, flags)
         await self._engine.start()
         self._service.client.start()
         deadline = time.monotonic() + timeout

@@ -60,7 +60,7 @@ REFUSED_FIELDS = (
     Field("return_tokens_as_token_ids", Unsupported((False,)), "`return_token_ids` returns the ids."),
     Field("logits_processors", Unsupported(([],)), "No code of clients runs in the server."),
     Field("custom_logit_processor", Unsupported(), "No code of clients runs in the server."),
-    Field("lora_path", Unsupported(), "Adapters are not supported."),
+    Field("lora_path", Unsupported(), "`model` chooses an adapter by its name."),
     Field("ebnf", Unsupported(), "`grammar` takes Lark."),
     Field("stop_regex", Unsupported(([],)), "`stop` takes texts."),
     Field("json_schema", Unsupported(), "`response_format` takes a JSON schema."),

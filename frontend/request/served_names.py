@@ -1,5 +1,7 @@
 """Names under which a server offers its model."""
 
+from collections.abc import Container
+
 from msgspec import Struct
 
 from tandem.frontend.errors import ApiError
@@ -26,15 +28,15 @@ class ServedNames(Struct, frozen=True):
         """
         return tuple(name for name in self.names if name != ANY_NAME) or (own,)
 
-    def resolve(self, name: str | None, own: str) -> str:
+    def resolve(self, name: str | None, own: str, adapters: Container[str] = ()) -> str:
         """Return the model name for the response.
 
-        The first listed name is the default. Raises ApiError 404 for an unknown name.
+        The first listed name is the default. adapters: further names. Raises ApiError 404 for an unknown name.
         """
         listed = self.listed(own)
         if not name:
             return listed[0]
-        if name not in listed and not self.accepts_any:
+        if name not in listed and name not in adapters and not self.accepts_any:
             known = ", ".join([repr(known) for known in listed])
             shown = repr(name[:MAX_SHOWN_CHARS])
             raise ApiError(

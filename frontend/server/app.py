@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.frontend.access.allowed_hosts import AllowedHosts
 from tandem.frontend.access.rate_limit_headers import EXPOSED
+from tandem.frontend.api.admin.adapters import adapters_router
 from tandem.frontend.api.admin.pause import pause_router
 from tandem.frontend.api.admin.scheduler import scheduler_router
 from tandem.frontend.api.chat_completions.route import chat_router
@@ -88,6 +89,7 @@ def build_routers(service: Service) -> list[APIRouter]:
         sessions_router,
         scheduler_router,
         pause_router,
+        adapters_router,
         health_router,
     )
     return [*(maker(service) for maker in (*generating, *others)), page_router()]

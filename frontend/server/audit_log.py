@@ -15,6 +15,7 @@ from tandem.protocol.rate_limited_log import RateLimitedLog
 
 _ADMIN = "/admin/"
 _SESSIONS = "/v1/sessions/"
+_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _WORDS = {"mode": PAUSE_MODES, "new_requests": NEW_REQUESTS}
 """Allowed values of the query parameters of operator requests."""
 _TARGET_CHARACTERS = 200
@@ -44,7 +45,9 @@ class AuditLog:
                 kind = "others"
             reason = "no valid key" if record.status == 401 else "a key without the right"
             self._refused.warning(kind, f"refused: {reason}", extra=self._fields(scope))
-        elif path.startswith(_ADMIN) or (path.startswith(_SESSIONS) and scope["method"] == "DELETE"):
+        elif (
+            path.startswith(_ADMIN) or path in _ADAPTERS or (path.startswith(_SESSIONS) and scope["method"] == "DELETE")
+        ):
             self._logger.info("operator request", extra=self._fields(scope))
 
     @staticmethod

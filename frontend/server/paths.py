@@ -18,7 +18,7 @@ _ROUTES = frozenset(
     (
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages"),
         *("/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/admin/pause"),
-        *("/admin/resume", "/metrics"),
+        *("/admin/resume", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/version", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/", "/docs"),
     )
 )
@@ -43,6 +43,8 @@ ROUTE_RIGHTS: Mapping[str, Right | None] = {
     "/admin/scheduler": Right.ADMIN,
     "/admin/pause": Right.ADMIN,
     "/admin/resume": Right.ADMIN,
+    "/v1/load_lora_adapter": Right.ADMIN,
+    "/v1/unload_lora_adapter": Right.ADMIN,
     "/v1/models": None,
     "/v1/models/{model}": None,
     "/version": None,

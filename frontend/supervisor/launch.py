@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from tandem.frontend.supervisor.service_manager import ServiceManager
 from tandem.frontend.supervisor.status_log import StatusLog
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
+from tandem.protocol.adapters_file import AdaptersFile, write_adapters
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.installing import install_extra
 from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
@@ -207,12 +208,16 @@ def checked_engine_options(arguments: argparse.Namespace) -> EngineOptions:
 
 
 async def supervise(
-    arguments: argparse.Namespace, given: EngineOptions, model: ModelFolder, with_frontends: bool
+    arguments: argparse.Namespace,
+    given: EngineOptions,
+    model: ModelFolder,
+    with_frontends: bool,
+    adapters: Mapping[str, str],
 ) -> int:
     """Run an engine core until a signal and return the exit code.
 
-    given: the engine's settings from the arguments. Frontends run as well if requested. Raises LaunchError before
-    anything is started.
+    given: the engine's settings from the arguments; adapters: folders by name. Frontends run as well if requested.
+    Raises LaunchError before anything is started.
     """
     options = model.options(given)
     with ExitStack() as stack:
@@ -232,7 +237,8 @@ async def supervise(
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout, hang_timeout=arguments.hang_timeout)
         log = ("--log-level", arguments.log_level, "--log-format", arguments.log_format)
         level_file = private / "log-level"
-        files = ("--log-level-file", str(level_file), "--launches-dir", str(private / "launches"))
+        files = ["--log-level-file", str(level_file), "--launches-dir", str(private / "launches")]
+        files += adapters_argv(private, adapters) if options.enable_lora else ()
         command = engine_command(endpoint, options, (*log, *files, *transport_argv(arguments)))
         process = ManagedProcess("engine core", command)
         engine = SupervisedEngine(
@@ -339,6 +345,16 @@ def _supervisor(
     manager = ServiceManager()
     reloader = Reloader(arguments, engine, frontends, manager)
     return Supervisor(engine, frontends, listeners.all, times, announcement, ops, ops_socket, manager, reloader)
+
+
+def adapters_argv(directory: Path, adapters: Mapping[str, str]) -> tuple[str, ...]:
+    """Write the file of an engine's adapters to a directory, and return the flags that name it.
+
+    adapters: folders by name.
+    """
+    file = directory / "adapters.json"
+    write_adapters(file, AdaptersFile.initial(dict(adapters)))
+    return "--adapters-file", str(file)
 
 
 def engine_command(endpoint: str, options: EngineOptions, flags: Sequence[str] = ()) -> list[str]:

@@ -244,7 +244,7 @@ class TestExitCodes:
         endpoint = f"ipc://{run_dir}/engine"
         listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
 
-        def fail(*_args: Any) -> None:
+        def fail(*_args: Any, **_: Any) -> None:
             assert listener.poll(WAIT_MS), "it does not beat while it loads"
             raise error
 
@@ -279,7 +279,7 @@ def test_nothing_from_the_start_is_collected_while_requests_run(run_dir: Path, m
         gc.callbacks.remove(note)
         assert len(kept) == 300_000
 
-    monkeypatch.setattr(process, "build_engine", lambda *_: SimpleNamespace(run=run, stopping=False))
+    monkeypatch.setattr(process, "build_engine", lambda *_, **__: SimpleNamespace(run=run, stopping=False))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine") == ExitCode.OK
     assert generations, "the youngest generation is still collected"

@@ -207,7 +207,7 @@ def words_of(tokenizer: Path) -> list[int]:
     return [vocabulary[piece] for piece in found.values()]
 
 
-def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> Engine:
+def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status, **_: Any) -> Engine:
     """Do what `startup.engine.build_engine` does, without a model."""
     script = Script.from_environment()
     status.enter(Phase.LOADING)

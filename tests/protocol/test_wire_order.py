@@ -13,6 +13,8 @@ Abort 2: request_ids reason
 EndSession 4: call session key
 Hello 0: protocol_version engine_epoch name lost_identity
 Inspect 6: call
+LoadAdapter 10: call name path load_inplace
+UnloadAdapter 11: call name
 KeyClaim: name max_concurrent tokens_per_minute num_sequences prompt_tokens shares_cache
 Pause 8: call mode refuse_new
 Resume 9: call
@@ -24,6 +26,8 @@ Closed 6: message
 Failure: request_id code message retry_after
 Finished: request_id reason stop_token_id
 Heartbeat 3: engine_epoch phase percent detail pending stats
+AdapterFacts: name path version
+AdapterList: changes adapters
 InspectedSequence: client request_id state row prompt_len generated launched pages shared_pages cached_tokens
     priority preemptions age session wait http_request_id key
 InspectedSession: name busy pages idle key

@@ -106,6 +106,7 @@ def _sequence(sequence: InspectedSequence) -> dict[str, Any]:
         "key": sequence.key or None,
         "drafted_tokens": sequence.drafted,
         "accepted_tokens": sequence.accepted,
+        "adapter": sequence.adapter or None,
     }
 
 
@@ -143,6 +144,7 @@ _SEQUENCE = closed(
         "key": {"type": ["string", "null"]},
         "drafted_tokens": _COUNT,
         "accepted_tokens": _COUNT,
+        "adapter": {"type": ["string", "null"]},
     }
 )
 _SPECULATION = closed(

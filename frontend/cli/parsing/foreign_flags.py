@@ -55,6 +55,8 @@ ALIASES = {
     "--alias": Alias("--served-model-name"), "-a": Alias("--served-model-name"),
     "--ssl-certfile": _CERT, "--ssl-cert-file": _CERT, "--ssl-keyfile": _KEY, "--ssl-key-file": _KEY,
     "-t": Alias("--threads"),
+    "--lora": Alias("--lora-modules"), "--lora-paths": Alias("--lora-modules"),
+    "--max-loras-per-batch": Alias("--max-loras"),
     "--max-logprobs": Alias("--max-top-logprobs"),
     "--shutdown-timeout": _DRAIN, "--timeout-graceful-shutdown": _DRAIN,
     "--max-queued-requests": Alias("--max-waiting"),
@@ -72,7 +74,6 @@ _ONE_GPU = ForeignFlag(reason="one GPU per engine; tensor and pipeline paralleli
 _WEIGHTS = ForeignFlag("--quantize", "fp8 for 16-bit checkpoints; those in FP8, INT8, GPTQ or AWQ need no flag")
 _KV = ForeignFlag("--kv-dtype", "auto or fp8, for keys and values alike")
 _COMPILED = ForeignFlag(reason="nothing goes through torch.compile; --graph-rows off runs without CUDA graphs")
-_LORA = ForeignFlag(reason="LoRA adapters are not supported; merge them into the weights")
 _SWAP = ForeignFlag(reason="KV is never swapped to CPU memory; preempted sequences are recomputed")
 _CODE = ForeignFlag(reason="code from checkpoints is never run; supported architectures are built in")
 _DRAFT_MODEL = ForeignFlag("--speculate", "ngram, which drafts from the text; draft models are not supported")
@@ -110,8 +111,6 @@ FOREIGN_FLAGS = {
     "-ngl": _WHOLE_MODEL, "--n-gpu-layers": _WHOLE_MODEL, "--gpu-layers": _WHOLE_MODEL,
     "--cpu-offload-gb": _WHOLE_MODEL,
     "--quantization": _WEIGHTS, "-q": _WEIGHTS,
-    "--enable-lora": _LORA, "--lora-modules": _LORA, "--lora-paths": _LORA, "--lora": _LORA,
-    "--max-loras": _LORA, "--max-lora-rank": _LORA, "--max-loras-per-batch": _LORA,
     "--swap-space": _SWAP, "--trust-remote-code": _CODE,
     "--speculative-model": _DRAFT_MODEL, "--model-draft": _DRAFT_MODEL, "--speculative-algorithm": _DRAFT_MODEL,
     "--speculative-draft-model-path": _DRAFT_MODEL, "-md": _DRAFT_MODEL,

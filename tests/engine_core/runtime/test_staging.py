@@ -145,6 +145,7 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
             p.seed,
             a.max_drafts,
             len(unpack_ids(a.prediction)),
+            a.adapter_slot,
             p.top_k,
         ):
             fields["ints"] += wide(value)

@@ -59,6 +59,13 @@ BUSY = {
 }  # fmt: skip
 
 
+def test_render_names_adapters_if_there_are_any() -> None:
+    assert "ADAPTER" not in render(BUSY)
+    lines = render({**BUSY, "sequences": [{**SEQUENCE, "adapter": "sql"}, {**SEQUENCE, "adapter": None}]}).splitlines()
+    table = next(index for index, line in enumerate(lines) if line.endswith("ADAPTER"))
+    assert lines[table + 1].endswith("sql") and lines[table + 2].endswith("-")
+
+
 @pytest.mark.parametrize(("new_requests", "words"), [("hold", "wait"), ("refuse", "refused")])
 def test_render_shows_a_pause(new_requests: str, words: str) -> None:
     pause = {"is_paused": True, "status": "paused", "mode": "keep", "new_requests": new_requests}

@@ -159,7 +159,7 @@ VALUES = {
     "max_len": "32k", "max_rows": "8", "gpu_memory": "0.5", "page_size": "32", "kv_tokens": "4K", "kv_memory": "1G",
     "max_step_tokens": "2k", "frontends": "3", "model": "Qwen/Qwen3-0.6B", "tls_cert": "c.pem", "tls_key": "k.pem",
     "served_model_name": "fast", "threads": "2", "max_top_logprobs": "5", "drain_timeout": "9", "max_waiting": "7",
-    "kv_dtype": "fp8",
+    "kv_dtype": "fp8", "lora_modules": "a=/b", "max_loras": "4",
 }  # fmt: skip
 
 

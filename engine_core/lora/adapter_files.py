@@ -1,0 +1,250 @@
+"""The files of a LoRA adapter in PEFT's format, read and checked against a model.
+
+An adapter that changes a layer in a way that this engine does not compute, or names one that the model does not have,
+is refused: it is never served as the base model.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.layers.lora_linear import LayerUpdate, LoraLinear, LoraSlots
+from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor, read_header
+from tandem.engine_core.loader.slots import FLOAT_DTYPES
+from tandem.engine_core.loader.source_file import SourceFile, memory_of
+from tandem.engine_core.lora.peft_config import CONFIG_FILE, PeftConfig, list_names, read_config
+from tandem.engine_core.quantization.module_names import text_model_name
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLE_FILE = "adapter_model.bin"
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
+_REFUSED = (
+    ("lora_magnitude_vector", "DoRA"),
+    ("lora_embedding_", "adapters of embeddings"),
+    ("embed_tokens", "adapters of embeddings"),
+    ("lm_head", "adapters of the output head"),
+    ("modules_to_save", "modules_to_save"),
+    ("experts", "adapters of expert weights"),
+    ("bias", "a bias"),
+)
+"""Parts of tensor names and modules, and what they are for."""
+
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter in host memory, ready to be copied into a slot."""
+
+    updates: Mapping[str, LayerUpdate]
+    """Updates of the layers that it changes, by their names in `LoraSlots.linears`."""
+    rank: int
+    """Largest rank of its matrices."""
+    stamp: Stamp
+    """As `file_stamp` returned before it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A module of the checkpoint that adapters may change: a linear layer, or some parts of a fused one."""
+
+    name: str
+    linear: str
+    parts: range
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    a: StoredTensor
+    b: StoredTensor
+
+
+def file_stamp(folder: Path) -> Stamp:
+    """Return inode, size and time of change of the files of an adapter, which differ if they were replaced.
+
+    Raises ConfigError if one is missing.
+    """
+    found = []
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        path = folder / name
+        if not path.is_file():
+            if name == WEIGHTS_FILE and (folder / _PICKLE_FILE).exists():
+                raise ConfigError(f"{folder} has {_PICKLE_FILE}, a pickle, which may run code; save it as safetensors")
+            raise ConfigError(f"{path} does not exist, or is not a file; an adapter is a folder in PEFT's format")
+        stat = path.stat()
+        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def read_adapter(folder: Path, slots: LoraSlots, pin: bool = False) -> HostAdapter:
+    """Read an adapter into host memory.
+
+    pin: page-lock the memory, for copies to a GPU.
+
+    Raises ConfigError, with the reason, for an adapter that is broken, does not fit the model, or needs more than this
+    engine supports.
+    """
+    stamp, config = file_stamp(folder), read_config(folder)
+    path = folder / WEIGHTS_FILE
+    targets = _targets(slots)
+    try:
+        matrices = _matrices(read_header(path), targets)
+        _check_targets(config, matrices, targets, slots)
+        for name, found in matrices.items():
+            _check_shapes(name, found, config, targets[name], slots)
+    except _AdapterError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    updates: dict[str, LayerUpdate] = {}
+    with SourceFile(path) as file:
+        for name, linear in slots.linears.items():
+            own = [target for target in targets.values() if target.linear == name and target.name in matrices]
+            if own:
+                update = _update(file, linear, config, [(target, matrices[target.name]) for target in own])
+                updates[name] = _pinned(update) if pin else update
+    if file_stamp(folder) != stamp:
+        raise ConfigError(f"{folder} changed while it was read; load it again once it is complete")
+    return HostAdapter(updates, max(config.rank_of(name) for name in matrices), stamp)
+
+
+class _AdapterError(Exception):
+    """The tensors of an adapter do not fit; the text describes how."""
+
+
+def _targets(slots: LoraSlots) -> dict[str, _Target]:
+    """Return the modules that adapters may change, by their name in the text model."""
+    found: dict[str, _Target] = {}
+    for name, linear in slots.linears.items():
+        prefix, count = name.rpartition(".")[0], len(linear.parts)
+        found[name] = _Target(name, name, range(count))
+        if count > 1:
+            for index, part in enumerate(linear.parts):
+                found[f"{prefix}.{part}"] = _Target(f"{prefix}.{part}", name, range(index, index + 1))
+    return found
+
+
+def _matrices(tensors: Mapping[str, StoredTensor], targets: Mapping[str, _Target]) -> dict[str, _Matrices]:
+    """Return the matrices of each module, by its name in the text model."""
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        module = text_model_name(match["module"]) if match else ""
+        if match is None or module not in targets:
+            raise _AdapterError(_refusal(name))
+        pair = found.setdefault(module, {})
+        if match["matrix"] in pair:
+            raise _AdapterError(f"it has lora_{match['matrix']} of {module} twice")
+        pair[match["matrix"]] = tensor
+    if not found:
+        raise _AdapterError("it has no tensors")
+    for module, pair in found.items():
+        if len(pair) < 2:
+            (present,) = pair
+            raise _AdapterError(f"{module} has lora_{present}, but no lora_{'B' if present == 'A' else 'A'}")
+    return {module: _Matrices(pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+def _refusal(name: str) -> str:
+    """Return why a tensor cannot be used."""
+    parts = name.split(".")
+    for part, what in _REFUSED:
+        if any(own.startswith(part) for own in parts):
+            return f"{list_names([name])} is for {what}, which is not supported"
+    return f"{list_names([name])} names no linear layer of this model's blocks"
+
+
+def _check_targets(
+    config: PeftConfig, matrices: Mapping[str, _Matrices], targets: Mapping[str, _Target], slots: LoraSlots
+) -> None:
+    """Raise _AdapterError unless the tensors are those of the modules that the configuration names."""
+    others = [name for name in matrices if not _is_named(config, targets[name], slots)]
+    if others:
+        raise _AdapterError(f"it has tensors of modules that target_modules does not include: {list_names(others)}")
+    covered = {(targets[name].linear, part) for name in matrices for part in targets[name].parts}
+    if len(covered) < sum(len(targets[name].parts) for name in matrices):
+        raise _AdapterError("it has tensors both of a fused projection and of its parts")
+    named = [target for target in targets.values() if config.targets(target.name)]
+    missing = [target.name for target in named if not all((target.linear, part) in covered for part in target.parts)]
+    if missing:
+        raise _AdapterError(f"it has no tensors of modules in target_modules: {list_names(missing)}")
+    ends = {name.rpartition(".")[2] for name in targets} | set(targets)
+    for name in config.target_names:
+        own = text_model_name(name)
+        if own not in ends and not any(module.endswith(f".{own}") for module in targets):
+            raise _AdapterError(
+                f"target_modules names {list_names([name])}, which is not a linear layer of this model's blocks"
+            )
+
+
+def _is_named(config: PeftConfig, target: _Target, slots: LoraSlots) -> bool:
+    """Return whether a module, or each part of it, is in target_modules."""
+    if config.targets(target.name):
+        return True
+    linear, prefix = slots.linears[target.linear], target.linear.rpartition(".")[0]
+    parts = [f"{prefix}.{part}" for index, part in enumerate(linear.parts) if index in target.parts]
+    return len(parts) > 1 and all(map(config.targets, parts))
+
+
+def _check_shapes(name: str, found: _Matrices, config: PeftConfig, target: _Target, slots: LoraSlots) -> None:
+    """Raise _AdapterError if the matrices of a module do not have its shape and its rank."""
+    linear, rank = slots.linears[target.linear], config.rank_of(name)
+    outputs = linear.starts[target.parts.stop] - linear.starts[target.parts.start]
+    if rank > slots.max_rank:
+        raise _AdapterError(f"{name} has rank {rank}, and --max-lora-rank is {slots.max_rank}")
+    for matrix, tensor, shape in (("A", found.a, (rank, linear.inputs)), ("B", found.b, (outputs, rank))):
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise _AdapterError(
+                f"lora_{matrix} of {name} is in {tensor.dtype}, not in one of {', '.join(FLOAT_DTYPES)}"
+            )
+        if tensor.shape != shape:
+            raise _AdapterError(
+                f"lora_{matrix} of {name} has the shape {list(tensor.shape)}; for rank {rank} it must be {list(shape)}"
+            )
+
+
+def _update(
+    file: SourceFile, linear: LoraLinear, config: PeftConfig, own: list[tuple[_Target, _Matrices]]
+) -> LayerUpdate:
+    """Return the update of a layer, in the order of its inputs and outputs."""
+    count, dtype = len(linear.parts), linear.a.dtype
+    rank = max(config.rank_of(target.name) for target, _ in own)
+    a, b = torch.zeros(count, rank, linear.inputs, dtype=dtype), torch.zeros(rank, linear.starts[-1], dtype=dtype)
+    ranks = torch.zeros(count, dtype=torch.int32)
+    for target, matrices in own:
+        own_rank = config.rank_of(target.name)
+        start, end = linear.starts[target.parts.start], linear.starts[target.parts.stop]
+        matrix_a, matrix_b = _read(file, matrices.a, target.name, "A"), _read(file, matrices.b, target.name, "B")
+        for part in target.parts:
+            a[part, :own_rank] = matrix_a
+            ranks[part] = own_rank
+        b[:own_rank, start:end] = matrix_b.t() * config.scale_of(target.name)
+    if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
+        raise ConfigError(f"{file.path}: {own[0][0].name} is not finite in {dtype} once it is scaled")
+    return LayerUpdate(*_ordered(linear, a, b), ranks)
+
+
+def _ordered(linear: LoraLinear, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort inputs and outputs as the layer has sorted those of its weights."""
+    if (order := linear.input_order) is not None:
+        a = a[:, :, order.cpu()].contiguous()
+    if (order := linear.output_order) is not None:
+        order = order.cpu()
+        b = b[:, torch.cat((order, order + len(order)))].contiguous()
+    return a, b
+
+
+def _read(file: SourceFile, tensor: StoredTensor, module: str, matrix: str) -> Tensor:
+    """Return a matrix in float32. Raises ConfigError if it is not finite."""
+    found = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+    file.read_into(memory_of(found), tensor.start)
+    if not bool(found.isfinite().all()):
+        raise ConfigError(f"{file.path}: lora_{matrix} of {module} has values that are NaN or infinite")
+    return found.float()
+
+
+def _pinned(update: LayerUpdate) -> LayerUpdate:
+    return LayerUpdate(update.a.pin_memory(), update.b.pin_memory(), update.ranks.pin_memory())

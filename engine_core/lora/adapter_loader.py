@@ -1,0 +1,124 @@
+"""Reading of adapters, and their copies into slots of the device, on a thread of its own."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from tandem.engine_core.contracts import LoadResult
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.layers.lora_linear import LoraSlots
+from tandem.engine_core.lora.adapter_files import HostAdapter, Stamp, file_stamp, read_adapter
+
+logger = logging.getLogger(__name__)
+
+
+class SideCopies:
+    """Copies to a GPU on a stream of their own, which runs beside the steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return a context in which copies go to the stream."""
+        return torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Wait until the copies are done."""
+        self._stream.synchronize()
+
+
+class ThreadedLoader:
+    """Implement `contracts.AdapterLoader`.
+
+    At most `max_cached` adapters stay in host memory; the least recently used are read again from their files when a
+    slot needs them. `read` and `place` start work on the thread, and `wake` is called there with each result.
+    """
+
+    def __init__(
+        self,
+        slots: LoraSlots,
+        max_cached: int,
+        wake: Callable[[], None],
+        copies: SideCopies | None = None,
+    ) -> None:
+        """Start the thread. copies: to a GPU; None: the slots are in host memory."""
+        self.slots = slots
+        self.max_cached = max_cached
+        self.wake = wake
+        self.copies = copies
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._results: SimpleQueue[LoadResult] = SimpleQueue()
+        self._cached: OrderedDict[int, HostAdapter] = OrderedDict()
+        """Adapters in host memory by version, the least recently used first; used on the thread only."""
+        self._stamps: dict[int, Stamp] = {}
+        """Stamp of the files of each version that was read; used on the thread only."""
+
+    def read(self, version: int, path: str) -> None:
+        self._thread.submit(self._run, version, 0, lambda: self._read(version, path))
+
+    def place(self, version: int, path: str, slot: int) -> None:
+        self._thread.submit(self._run, version, slot, lambda: self._place(version, path, slot))
+
+    def drop(self, version: int) -> None:
+        self._thread.submit(self._drop, version)
+
+    def take_results(self) -> list[LoadResult]:
+        found = []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def wait(self) -> None:
+        """Wait until all work is done."""
+        self._thread.submit(int).result()
+
+    def read_now(self, version: int, path: str) -> int:
+        """Read an adapter before the loop runs; return its rank. Raises ConfigError if it cannot be used."""
+        return self._thread.submit(self._read, version, path).result()
+
+    def _run(self, version: int, slot: int, work: Callable[[], int]) -> None:
+        problem, rank = "", 0
+        try:
+            rank = work()
+        except ConfigError as error:
+            problem = str(error)
+        except Exception as error:
+            logger.exception("an adapter could not be loaded")
+            problem = f"{type(error).__name__}: {error}"
+        self._results.put(LoadResult(version, slot, rank, problem))
+        self.wake()
+
+    def _read(self, version: int, path: str) -> int:
+        found = read_adapter(Path(path), self.slots, pin=self.copies is not None)
+        self._stamps[version] = found.stamp
+        self._keep(version, found)
+        return found.rank
+
+    def _place(self, version: int, path: str, slot: int) -> int:
+        found = self._cached.get(version)
+        if found is None:
+            if file_stamp(Path(path)) != self._stamps[version]:
+                raise ConfigError(f"the files in {path} have changed since they were loaded; load the adapter again")
+            found = read_adapter(Path(path), self.slots, pin=self.copies is not None)
+        self._keep(version, found)
+        with self.copies.stream() if self.copies is not None else nullcontext(), torch.inference_mode():
+            self.slots.fill(slot, found.updates)
+        if self.copies is not None:
+            self.copies.wait()
+        return found.rank
+
+    def _keep(self, version: int, found: HostAdapter) -> None:
+        self._cached[version] = found
+        self._cached.move_to_end(version)
+        while len(self._cached) > self.max_cached:
+            self._cached.popitem(last=False)
+
+    def _drop(self, version: int) -> None:
+        self._cached.pop(version, None)
+        self._stamps.pop(version, None)

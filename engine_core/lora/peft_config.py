@@ -1,0 +1,227 @@
+"""The adapter_config.json of PEFT: which layers a LoRA adapter changes, and how much.
+
+Adapters come from anyone, so whatever the file asks for that this engine does not do is refused by name.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.error_text import printable
+from tandem.engine_core.quantization.module_names import spellings
+from tandem.engine_core.quantization.name_pattern import NamePattern, PatternError
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
+ALL_LINEAR = "all-linear"
+_CONVERTED = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initializations that change the base weights too, unless the adapter was converted when it was saved."""
+_REFUSED = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of B (lora_bias)",
+    "modules_to_save": "modules_to_save",
+    "trainable_token_indices": "adapters of embeddings (trainable_token_indices)",
+    "target_parameters": "adapters of parameters and experts (target_parameters)",
+    "layer_replication": "layer_replication",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
+    "use_qalora": "QA-LoRA",
+    "arrow_config": "Arrow (arrow_config)",
+    "use_bdlora": "block-diagonal LoRA (use_bdlora)",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+}
+"""Fields that must be absent, null, false or empty, and what they ask for."""
+_KNOWN = {
+    *("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "r"),
+    *("target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias", "use_rslora", "init_lora_weights"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size"),
+    *("peft_version", "ensure_weight_tying"),
+}
+"""Further fields; those that `PeftConfig` does not have matter to training only."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The fields of a LoRA adapter, checked."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    """True for rsLoRA (Kalajdzievski, 2023): scaled by 1 / sqrt(rank) in place of 1 / rank."""
+    targets: Callable[[str], bool]
+    """Return whether the adapter changes a module, by its name in the text model."""
+    target_names: tuple[str, ...]
+    """The entries of target_modules if it is a list, each of which must match a module."""
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's matrices."""
+        return next((rank for pattern, rank in self.rank_pattern.items() if _is_key_of(pattern, module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's update."""
+        found = (alpha for pattern, alpha in self.alpha_pattern.items() if _is_key_of(pattern, module))
+        rank = self.rank_of(module)
+        return next(found, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Read the configuration of an adapter.
+
+    Raises ConfigError for a file that is missing or malformed, and by name for whatever is not supported.
+    """
+    path = folder / CONFIG_FILE
+    fields = _read_object(path)
+    try:
+        return _parse(fields)
+    except _FieldError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+class _FieldError(Exception):
+    """A field has a value that is malformed or not supported; the text describes how."""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist, or is not a file; an adapter is a folder in PEFT's format")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"{path} has more than {MAX_CONFIG_BYTES} bytes; it cannot be the configuration of an adapter"
+            )
+        fields = json.loads(data)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {printable(str(error))}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return fields
+
+
+def _parse(fields: dict[str, Any]) -> PeftConfig:
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise _FieldError(f"peft_type is {_shown(kind)}; only LORA is supported")
+    for name, what in _REFUSED.items():
+        if fields.get(name):
+            raise _FieldError(f"{what} is not supported; train the adapter without it")
+    if fields.get("bias", "none") not in ("none", None):
+        raise _FieldError(f"bias is {_shown(fields['bias'])}; it must be none")
+    start = fields.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CONVERTED):
+        raise _FieldError(
+            f"init_lora_weights is {_shown(start)}, which changes the base weights; convert the adapter to plain LoRA "
+            "when saving it (path_initial_model_for_weight_conversion)"
+        )
+    unknown = sorted(name for name in fields.keys() - _KNOWN - _REFUSED.keys() if fields[name])
+    if unknown:
+        logger.warning("fields of an adapter that are not known and not used: %s", printable(", ".join(unknown)))
+    rank, alpha = _rank(fields.get("r", 8), "r"), _alpha(fields.get("lora_alpha", 8), "lora_alpha")
+    targets, names = _targets(fields)
+    return PeftConfig(
+        rank,
+        alpha,
+        bool(fields.get("use_rslora")),
+        targets,
+        names,
+        {key: _rank(value, f"rank_pattern[{key}]") for key, value in _pattern(fields, "rank_pattern").items()},
+        {key: _alpha(value, f"alpha_pattern[{key}]") for key, value in _pattern(fields, "alpha_pattern").items()},
+    )
+
+
+def _targets(fields: dict[str, Any]) -> tuple[Callable[[str], bool], tuple[str, ...]]:
+    """Return the test for modules that the adapter changes, and the entries of target_modules."""
+    wanted, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
+    if not wanted or not isinstance(wanted, str | list):
+        raise _FieldError(f"target_modules is {_shown(wanted)}; it must be a list of modules, a pattern or all-linear")
+    includes, excludes = _matcher(wanted, "target_modules"), _matcher(excluded, "exclude_modules")
+    layers = fields.get("layers_to_transform")
+    if layers is not None:
+        layers = _layers(layers)
+    names = () if isinstance(wanted, str) else tuple(wanted)
+
+    def is_target(module: str) -> bool:
+        known_as = tuple(spellings(module))
+        if not any(map(includes, known_as)) or any(map(excludes, known_as)):
+            return False
+        return layers is None or any(int(part) in layers for part in module.split(".") if part.isdecimal())
+
+    return is_target, names
+
+
+def _layers(value: Any) -> frozenset[int]:
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(type(layer) is int and layer >= 0 for layer in found):
+        raise _FieldError(f"layers_to_transform is {_shown(value)}; it must be a layer's index or a list of them")
+    return frozenset(found)
+
+
+def _matcher(value: Any, field: str) -> Callable[[str], bool]:
+    """Return the test of PEFT for names: a pattern of the whole name, or a list of last components."""
+    if isinstance(value, str):
+        if value == ALL_LINEAR:
+            return bool
+        pattern = _compiled(value, field)
+        return lambda module: pattern.fullmatch(module) is not None
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise _FieldError(f"{field} is {_shown(value)}; it must be a list of names, or a pattern")
+    names, ends = frozenset(value), tuple(f".{name}" for name in value)
+    return lambda module: module in names or module.endswith(ends)
+
+
+def _compiled(pattern: str, field: str) -> re.Pattern[str]:
+    try:
+        return NamePattern.compile(pattern, field).regex
+    except PatternError:
+        raise _FieldError(
+            f"{field} has {_shown(pattern)}, which is not a regular expression, or one that may take too long to match"
+        ) from None
+
+
+def _pattern(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name) or {}
+    if not isinstance(value, dict):
+        raise _FieldError(f"{name} is {_shown(value)}; it must be an object of numbers by module")
+    for key in value:
+        _compiled(key, name)
+    return value
+
+
+def _is_key_of(pattern: str, module: str) -> bool:
+    """Return whether a key of a pattern names a module: by its last components, or from the start with ^."""
+    return re.fullmatch(pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})", module) is not None
+
+
+def _rank(value: Any, name: str) -> int:
+    if type(value) is not int or value < 1:
+        raise _FieldError(f"{name} is {_shown(value)}; a rank is a whole number from 1 on")
+    return value
+
+
+def _alpha(value: Any, name: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise _FieldError(f"{name} is {_shown(value)}; it must be a finite number")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    return printable(repr(value)[:200])
+
+
+def list_names(names: Iterable[str], most: int = 3) -> str:
+    """Return the first names of several, for a message."""
+    found = sorted(names)
+    return printable(", ".join(found[:most])) + (f" and {len(found) - most} more" if len(found) > most else "")

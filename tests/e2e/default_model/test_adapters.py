@@ -1,0 +1,125 @@
+"""Adapters over HTTP, in front of a real engine: as models of every API, loaded at run time, and after a restart."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tandem import LLM
+from tests.support.lora_folder import write_adapter
+from tests.support.serving import GUARD_SECONDS, Serving, until
+
+BASE, PROMPT = "tandem-default", "What does textwrap.dedent do?"
+MODEL = Path(__file__).parents[3] / "engine_core" / "default_model"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of two adapters, which change every answer."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("first", "second")):
+        write_adapter(folder / name, MODEL, rank=4 + 4 * seed, seed=seed, size=0.6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    flags = ("--enable-lora", "--lora-modules", f"first={root / 'first'}", "--lora-root", str(root))
+    with Serving(tmp_path_factory.mktemp("serving") / "log", *flags, "--frontends", "2", "--threads", "1") as found:
+        yield found
+
+
+def complete(serving: Serving, model: str) -> tuple[int, Any]:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    status, answer = serving.post("/v1/completions", body)
+    return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["code"]
+
+
+def call(serving: Serving, path: str, **body: Any) -> int:
+    """Post a body; return the status of the answer, which is a text."""
+    return httpx.post(serving.url + path, json=body, timeout=GUARD_SECONDS).status_code
+
+
+def load(serving: Serving, name: str, path: str, **fields: Any) -> int:
+    return call(serving, "/v1/load_lora_adapter", lora_name=name, lora_path=path, **fields)
+
+
+def unload(serving: Serving, name: str) -> int:
+    return call(serving, "/v1/unload_lora_adapter", lora_name=name)
+
+
+def test_model_chooses_an_adapter_in_every_api(serving: Serving) -> None:
+    calls: dict[str, tuple[dict[str, Any], Any]] = {
+        "/v1/completions": ({"prompt": PROMPT, "max_tokens": 8}, lambda a: a["choices"][0]["text"]),
+        "/v1/chat/completions": (
+            {"messages": MESSAGES, "max_tokens": 8},
+            lambda a: a["choices"][0]["message"]["content"],
+        ),
+        "/v1/responses": (
+            {"input": PROMPT, "max_output_tokens": 16},
+            lambda a: a["output"][0]["content"][0]["text"],
+        ),
+        "/v1/messages": ({"messages": MESSAGES, "max_tokens": 8}, lambda a: a["content"][0]["text"]),
+    }
+    for path, (body, text) in calls.items():
+        found = {}
+        for model in (BASE, "first"):
+            status, answer = serving.post(path, {"model": model, "temperature": 0, **body})
+            assert status == 200 and answer["model"] == model, (path, answer)
+            found[model] = text(answer)
+        assert found[BASE] != found["first"], path
+
+
+def test_models_lists_adapters_with_their_parent(serving: Serving, root: Path) -> None:
+    cards = {card["id"]: card for card in json.loads(serving.get("/v1/models")[1])["data"]}
+    assert cards["first"]["parent"] == BASE and cards["first"]["root"] == str(root / "first")
+    assert "parent" not in cards[BASE]
+    assert json.loads(serving.get("/v1/models/first")[1]) == cards["first"]
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded_while_the_server_runs(serving: Serving) -> None:
+    assert complete(serving, "second") == (404, "model_not_found")
+    assert load(serving, "second", "second") == 200
+    # Each connection may reach the other frontend.
+    answers = {complete(serving, "second") for _ in range(8)}
+    assert len(answers) == 1 and answers.pop()[0] == 200
+    assert load(serving, "second", "second") == 400
+    assert load(serving, "second", "first", load_inplace=True) == 200
+    assert complete(serving, "second") == complete(serving, "first")
+    assert unload(serving, "second") == 200
+    until(lambda: {complete(serving, "second")[0] for _ in range(4)} == {404}, "both frontends to know")
+    assert unload(serving, "second") == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "status"), [(BASE, "first", 400), ("x", "..", 400), ("x", "/", 400), ("x", "nothing", 404)]
+)
+def test_names_and_paths_that_no_adapter_may_have(name: str, path: str, status: int, serving: Serving) -> None:
+    assert load(serving, name, path) == status
+
+
+def test_an_engine_that_was_killed_comes_back_with_its_adapters(serving: Serving) -> None:
+    assert load(serving, "second", "second") == 200
+    expected = complete(serving, "second")
+    engine = serving.engine
+    engine.kill()
+    psutil.wait_procs([engine], 10)
+    until(lambda: complete(serving, "second") == expected, "the engine after it")
+    assert complete(serving, "first")[0] == 200
+
+
+def test_lora_of_an_offline_call_names_an_adapter(root: Path) -> None:
+    given = {"enable_lora": True, "lora_modules": {"first": root / "first"}, "threads": 1, "log_level": "warning"}
+    with LLM(**given) as llm:
+        base, first = (
+            llm.generate(PROMPT, max_tokens=8, temperature=0, progress=False, **names)[0]
+            for names in ({}, {"lora": "first"})
+        )
+        assert base.text != first.text
+        missing = llm.generate(PROMPT, max_tokens=8, progress=False, lora="nothing")[0]
+        assert missing.error is not None

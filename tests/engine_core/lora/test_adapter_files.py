@@ -1,0 +1,251 @@
+"""PEFT's files: what an adapter may ask for, and the reason why a broken or foreign one is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.layers.lora_linear import LoraSlots
+from tandem.engine_core.layers.torch_linear import TorchLinear
+from tandem.engine_core.lora.adapter_files import HostAdapter, read_adapter
+from tests.support.lora_folder import ALL, PREFIX, write_adapter
+
+HIDDEN, KV, WIDTH, LAYERS = 8, 4, 12, 2
+MODULES = {
+    f"model.layers.{layer}.{name}": shape
+    for layer in range(LAYERS)
+    for name, shape in {
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (KV, HIDDEN),
+        "self_attn.v_proj": (KV, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (WIDTH, HIDDEN),
+        "mlp.up_proj": (WIDTH, HIDDEN),
+        "mlp.down_proj": (HIDDEN, WIDTH),
+    }.items()
+}
+
+
+@pytest.fixture
+def slots() -> LoraSlots:
+    kernels = torch_kernels()
+    found = LoraSlots(2, 8, kernels.group_tokens)
+    for layer in range(LAYERS):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        for name, inputs, parts in (
+            (f"{attention}qkv_proj", HIDDEN, {"q_proj": HIDDEN, "k_proj": KV, "v_proj": KV}),
+            (f"{attention}o_proj", HIDDEN, {"o_proj": HIDDEN}),
+            (f"{mlp}gate_up_proj", HIDDEN, {"gate_proj": WIDTH, "up_proj": WIDTH}),
+            (f"{mlp}down_proj", WIDTH, {"down_proj": HIDDEN}),
+        ):
+            base = TorchLinear(torch.empty(sum(parts.values()), inputs), None, kernels)
+            found.wrap(name, base, inputs, parts, torch.device("cpu"), torch.float32, kernels)
+    return found
+
+
+def of(targets: Any) -> dict[str, tuple[int, int]]:
+    return {name: shape for name, shape in MODULES.items() if name.endswith(tuple(targets))}
+
+
+def written(folder: Path, targets: tuple[str, ...] = ("q_proj", "v_proj"), **fields: Any) -> Path:
+    return write_adapter(folder, Path(), targets, modules=fields.pop("modules", of(targets)), **fields)
+
+
+def product(adapter: HostAdapter, linear: str, part: int, rows: slice) -> Tensor:
+    """Return the update of a part of a layer as a whole matrix."""
+    update = adapter.updates[linear]
+    rank = int(update.ranks[part])
+    return update.b[:rank, rows].t() @ update.a[part, :rank]
+
+
+def expected(folder: Path, module: str, scale: float) -> Tensor:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return scale * tensors[f"{PREFIX}{module}.lora_B.weight"] @ tensors[f"{PREFIX}{module}.lora_A.weight"]
+
+
+def test_the_update_is_scaled_by_alpha_over_rank(slots: LoraSlots, tmp_path: Path) -> None:
+    folder = written(tmp_path, rank=4, lora_alpha=6)
+    adapter = read_adapter(folder, slots)
+    assert adapter.rank == 4 and len(adapter.updates) == LAYERS
+    name = "model.layers.1.self_attn."
+    torch.testing.assert_close(
+        product(adapter, f"{name}qkv_proj", 2, slice(HIDDEN + KV, None)), expected(folder, f"{name}v_proj", 1.5)
+    )
+    assert adapter.updates[f"{name}qkv_proj"].ranks.tolist() == [4, 0, 4]
+
+
+def test_rslora_is_scaled_by_the_root_of_the_rank(slots: LoraSlots, tmp_path: Path) -> None:
+    folder = written(tmp_path, ("o_proj",), rank=4, lora_alpha=6, use_rslora=True)
+    name = "model.layers.0.self_attn.o_proj"
+    found = product(read_adapter(folder, slots), name, 0, slice(None))
+    torch.testing.assert_close(found, expected(folder, name, 6 / math.sqrt(4)))
+
+
+def test_patterns_give_modules_their_own_rank_and_alpha(slots: LoraSlots, tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {"q_proj": 2, r"layers\.1\.self_attn\.v_proj": 8}, "alpha_pattern": {"v_proj": 3}}
+    folder = written(tmp_path, rank=4, lora_alpha=4, **patterns)
+    adapter = read_adapter(folder, slots)
+    ranks = [adapter.updates[f"model.layers.{layer}.self_attn.qkv_proj"].ranks.tolist() for layer in range(LAYERS)]
+    assert ranks == [[2, 0, 4], [2, 0, 8]]
+    v_proj = slice(HIDDEN + KV, None)
+    for layer, rank in ((0, 4), (1, 8)):
+        name = f"model.layers.{layer}.self_attn."
+        torch.testing.assert_close(
+            product(adapter, f"{name}qkv_proj", 2, v_proj), expected(folder, f"{name}v_proj", 3 / rank)
+        )
+
+
+@pytest.mark.parametrize(
+    ("targets", "fields"),
+    [
+        (ALL, {"target_modules": "all-linear"}),
+        (("q_proj", "k_proj"), {"target_modules": r".*\.self_attn\.(q|k)_proj"}),
+        (("down_proj",), {"target_modules": ["mlp.down_proj"]}),
+        (("up_proj",), {"target_modules": ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]}),
+        (("q_proj",), {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}),
+    ],
+    ids=["all-linear", "regex", "suffix", "whole", "excluded"],
+)
+def test_target_modules_are_a_list_a_pattern_or_all(
+    targets: tuple[str, ...], fields: dict[str, Any], slots: LoraSlots, tmp_path: Path
+) -> None:
+    adapter = read_adapter(written(tmp_path, targets, **fields), slots)
+    assert sum(int((update.ranks > 0).sum()) for update in adapter.updates.values()) == LAYERS * len(targets)
+
+
+def test_layers_to_transform_leave_the_others_alone(slots: LoraSlots, tmp_path: Path) -> None:
+    modules = {name: shape for name, shape in of(("q_proj",)).items() if ".1." in name}
+    adapter = read_adapter(written(tmp_path, ("q_proj",), modules=modules, layers_to_transform=[1]), slots)
+    assert list(adapter.updates) == ["model.layers.1.self_attn.qkv_proj"]
+
+
+def test_a_fused_projection_of_the_checkpoint_changes_all_its_parts(slots: LoraSlots, tmp_path: Path) -> None:
+    """As Phi-3 has it."""
+    name = "model.layers.0.self_attn.qkv_proj"
+    modules = {name: (HIDDEN + 2 * KV, HIDDEN)}
+    folder = written(tmp_path, ("qkv_proj",), modules=modules, layers_to_transform=[0], lora_alpha=4)
+    adapter = read_adapter(folder, slots)
+    parts = [slice(0, HIDDEN), slice(HIDDEN, HIDDEN + KV), slice(HIDDEN + KV, None)]
+    whole = torch.cat([product(adapter, name, part, rows) for part, rows in enumerate(parts)])
+    torch.testing.assert_close(whole, expected(folder, name, 1.0))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_names_of_multimodal_models_are_those_of_the_text_model(prefix: str, slots: LoraSlots, tmp_path: Path) -> None:
+    modules = {name.replace("model.", prefix, 1): shape for name, shape in of(("o_proj",)).items()}
+    assert len(read_adapter(written(tmp_path, ("o_proj",), modules=modules), slots).updates) == LAYERS
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "not_lora": ({"peft_type": "IA3"}, ("peft_type", "IA3")),
+    "dora": ({"use_dora": True}, ("DoRA",)),
+    "bias": ({"bias": "lora_only"}, ("bias", "lora_only")),
+    "lora_bias": ({"lora_bias": True}, ("lora_bias",)),
+    "saved_modules": ({"modules_to_save": ["lm_head"]}, ("modules_to_save",)),
+    "parameters": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, ("target_parameters",)),
+    "tokens": ({"trainable_token_indices": [1]}, ("trainable_token_indices",)),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, ("init_lora_weights", "pissa")),
+    "rank": ({"r": 0}, ("r is 0",)),
+    "large_rank": ({"r": 16}, ("rank 16", "--max-lora-rank is 8")),
+    "alpha": ({"lora_alpha": float("inf")}, ("lora_alpha",)),
+    "no_targets": ({"target_modules": []}, ("target_modules",)),
+    "slow_pattern": ({"target_modules": r"(a+)+$"}, ("target_modules",)),
+    "broken_pattern": ({"target_modules": "("}, ("target_modules",)),
+    "unknown_target": ({"target_modules": ["q_proj", "v_proj", "c_attn"]}, ("c_attn",)),
+    "untrained_target": ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, ("no tensors", "o_proj")),
+    "other_tensors": ({"target_modules": ["q_proj"]}, ("v_proj", "target_modules")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(name: str, slots: LoraSlots, tmp_path: Path) -> None:
+    fields, words = REFUSED[name]
+    written(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | fields
+    if "r" in fields:
+        written(tmp_path, rank=max(1, fields["r"]))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        read_adapter(tmp_path, slots)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def changed(folder: Path, change: Any) -> Path:
+    """Change the tensors of an adapter."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+NAME = f"{PREFIX}model.layers.0.self_attn.q_proj"
+EXPERT = f"{PREFIX}model.layers.0.mlp.experts.0.w1"
+TENSORS: dict[str, tuple[Any, str]] = {
+    "expert": (lambda t: t.update({f"{EXPERT}.lora_A.weight": torch.ones(4, 8)}), "expert weights"),
+    "embedding": (lambda t: t.update({f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.ones(4, 8)}), "embeddings"),
+    "head": (lambda t: t.update({f"{PREFIX}lm_head.lora_A.weight": torch.ones(4, 8)}), "output head"),
+    "magnitude": (lambda t: t.update({f"{NAME}.lora_magnitude_vector": torch.ones(8)}), "DoRA"),
+    "bias": (lambda t: t.update({f"{NAME}.bias": torch.ones(8)}), "bias"),
+    "foreign": (lambda t: t.update({f"{PREFIX}visual.blocks.0.qkv.lora_A.weight": torch.ones(4, 8)}), "visual.blocks"),
+    "no_b": (lambda t: t.pop(f"{NAME}.lora_B.weight"), "no lora_B"),
+    "missing": (lambda t: [t.pop(f"{NAME}.lora_{matrix}.weight") for matrix in "AB"], "no tensors"),
+    "twice": (lambda t: t.update({f"{NAME}.lora_A.default.weight": torch.ones(4, 8)}), "twice"),
+    "shape": (lambda t: t.update({f"{NAME}.lora_A.weight": torch.ones(4, 9)}), "[4, 9]"),
+    "rank": (lambda t: t.update({f"{NAME}.lora_A.weight": torch.ones(3, 8)}), "[3, 8]"),
+    "dtype": (lambda t: t.update({f"{NAME}.lora_A.weight": torch.ones(4, 8, dtype=torch.int8)}), "I8"),
+    "nan": (lambda t: t[f"{NAME}.lora_B.weight"].fill_(torch.nan), "NaN"),
+    "empty": (lambda t: t.clear(), "no tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit_are_refused_by_name(name: str, slots: LoraSlots, tmp_path: Path) -> None:
+    change, words = TENSORS[name]
+    with pytest.raises(ConfigError) as caught:
+        read_adapter(changed(written(tmp_path), change), slots)
+    assert words in str(caught.value)
+
+
+def test_broken_files_are_refused(slots: LoraSlots, tmp_path: Path) -> None:
+    folder = written(tmp_path / "a")
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    whole, text = weights.read_bytes(), config.read_text()
+    for path, content in (
+        (weights, whole[:-1]),
+        (weights, whole[:100]),
+        (weights, b""),
+        (weights, b"version https://git-lfs.github.com/spec/v1\n"),
+        (config, b"{"),
+        (config, b"[]"),
+        (config, b" " * 2**21),
+    ):
+        weights.write_bytes(whole)
+        config.write_text(text)
+        path.write_bytes(content)
+        with pytest.raises(ConfigError):
+            read_adapter(folder, slots)
+    config.write_text(text)
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(ConfigError):
+        read_adapter(folder, slots)
+    weights.rmdir()
+    (folder / "adapter_model.bin").touch()
+    with pytest.raises(ConfigError, match="pickle"):
+        read_adapter(folder, slots)
+
+
+def test_weights_in_16_bits_are_read_in_the_models_dtype(slots: LoraSlots, tmp_path: Path) -> None:
+    def halve(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].bfloat16()
+
+    adapter = read_adapter(changed(written(tmp_path), halve), slots)
+    assert {update.a.dtype for update in adapter.updates.values()} == {torch.float32}
