@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -134,4 +134,5 @@ def merged(table: TileTable, device: str, plans: Mapping[Key, AnyPlan], rules: M
         entries.pop(key, None)
         if plan != rules[key]:
             entries[key] = plan
-    return TileTable(device, lists[MatmulKey], lists[DecodeKey], lists[W8A8GemmKey])
+    products, decode, byte_products = lists[MatmulKey], lists[DecodeKey], lists[W8A8GemmKey]
+    return replace(table, device=device, products=products, decode=decode, byte_products=byte_products)
