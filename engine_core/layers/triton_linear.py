@@ -12,9 +12,8 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.kernels.linear.gemv import gemv
+from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, workspace_size
-from tandem.engine_core.kernels.linear.rmsnorm_gemv import normed_product
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import BUCKETS
@@ -118,7 +117,7 @@ class TritonLinear(TorchLinear):
         plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu, norms=norms) if fused else None
         if plan is not None and (residual is None or residual.is_contiguous()):
             given = (x, residual, update_weight, norm.weight, norm.eps, weight, self.bias, plan, activation)
-            return normed_product(*given, self.gpu.pdl)
+            return normed_gemv(*given, self.gpu.pdl)
         return super().apply_normed(x, residual, norm, activation)
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:

@@ -8,9 +8,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
+from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
 from tandem.engine_core.kernels.linear.plans import workspace_size
-from tandem.engine_core.kernels.linear.rmsnorm_gemv import normed_product
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.reference import layer as oracle
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm
@@ -97,15 +96,15 @@ def test_gemv_behind_a_norm_and_before_an_activation_is_exact_enough(
     plan = GemvPlan(4, 1 << (inputs - 1).bit_length(), 2)
     normed, total = add_rms_norm(x, residual[None], norm_weight, EPS)
     exact = product(normed, weight, None)
-    y, stream = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan, pdl=True)
+    given = (x, residual[None], None, norm_weight, EPS, weight, None, plan)
+    y, stream = normed_gemv(*given, pdl=True)
     assert error(y, exact) < FUSED_TOLERANCE[dtype]
     assert torch.equal(stream, total)
-    fused = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan, activation, pdl=True)[0]
+    fused = normed_gemv(*given, activation, pdl=True)[0]
     assert error(fused, gated_activation(exact, activation)) < FUSED_TOLERANCE[dtype]
     alone = gated_activation(product(rms_norm(x, norm_weight, EPS), weight, None), activation)
-    assert (
-        error(norm_gemv(x, norm_weight, EPS, weight, None, plan, activation, pdl=True), alone) < FUSED_TOLERANCE[dtype]
-    )
+    y, stream = normed_gemv(x, None, None, norm_weight, EPS, weight, None, plan, activation, pdl=True)
+    assert error(y, alone) < FUSED_TOLERANCE[dtype] and stream is x
     without_norm = gated_activation(product(x, weight, None), activation)
     assert error(gemv(x, weight, None, plan, activation, pdl=True), without_norm) < FUSED_TOLERANCE[dtype]
 
@@ -119,7 +118,7 @@ def test_gemv_behind_a_norm_and_before_an_activation_is_exact_enough(
         (3072, torch.bfloat16, 1),
     ],
 )
-def test_rmsnorm_gemv_is_exact_enough(
+def test_gemv_in_chunks_behind_norms_is_exact_enough(
     inputs: int, dtype: torch.dtype, norms: int, activation: Activation | None
 ) -> None:
     """norms: 0 of x alone, 1 of x added to the stream, 2 of x normalized and added to it."""
@@ -136,7 +135,7 @@ def test_rmsnorm_gemv_is_exact_enough(
     exact = exact if activation is None else gated_activation(exact, activation)
     plan = GemvPlan(4, 1024, 2) if activation is None else GemvPlan(4, 1024)
     given = (x, residual if norms else None, factors if norms == 2 else None, norm_weight, EPS, weight, bias)
-    y, stream = normed_product(*given, plan, activation, True)
+    y, stream = normed_gemv(*given, plan, activation, True)
     assert error(y, exact) < FUSED_TOLERANCE[dtype]
     assert error(stream, total.double()) < FUSED_TOLERANCE[dtype]
 

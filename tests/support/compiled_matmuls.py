@@ -10,7 +10,7 @@ from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.dequantize import dequantize_eight_bit, dequantize_int4
 from tandem.engine_core.kernels.linear.gated_w8a8_gemm import gated_w8a8_gemm
-from tandem.engine_core.kernels.linear.gemv import gemv
+from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
 from tandem.engine_core.kernels.linear.int4_splitk import int4_splitk
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
 from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv
@@ -23,7 +23,6 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_int4_normed,
     choose_w8a8_gemm,
 )
-from tandem.engine_core.kernels.linear.rmsnorm_gemv import normed_product
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.linear.w8a8_splitk import w8a8_matmul
 from tandem.engine_core.kernels.quantized_activation import KNOWN, WHOLE, ActivationFormat, empty_quantized_activation
@@ -70,10 +69,10 @@ def normed_products(
         plan, sandwiched = choose_normed(*shape, gpu), choose_normed(*shape, gpu, norms=2)
         if plan is not None and sandwiched is not None:
             one = (x, x, None, half(inputs), 1e-5, weight, None, plan, Activation.SILU if gated else None, gpu.pdl)
-            yield lambda one=one: normed_product(*one)
+            yield lambda one=one: normed_gemv(*one)
             factors, activation = half(inputs, dtype=torch.float32), Activation.GELU_TANH if gated else None
             two = (x, x, factors, factors, 1e-6, weight, None, sandwiched, activation, gpu.pdl)
-            yield lambda two=two: normed_product(*two)
+            yield lambda two=two: normed_gemv(*two)
 
 
 def w8_matmuls(

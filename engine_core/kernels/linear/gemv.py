@@ -6,9 +6,14 @@ A GEMV is bound by reading W once. Each program owns contiguous rows of W, accum
 program, so results are deterministic. W never changes, so a program loads the start of its part before it waits for the
 kernel that produces x (see `kernels.dependent_launch`): memory stays busy between kernels. With a fused norm every
 program normalizes all of x, which is still cheaper than waiting for one more kernel.
+
+A program holds whole rows, in one block, or in chunks if their length is far below a power of two: one block of 4096
+elements for 2560 inputs wastes more than a third of its registers and instructions, so that fewer programs fit on an
+SM. Long rows without a gate or a norm are read in steps. Oracles: `torch.nn.functional.linear`, those of `norm`, and
+`reference.layer.gated_activation`.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+# ruff: noqa: N803, N806, RUF005
 
 import torch
 import triton
@@ -73,6 +78,74 @@ def apply_gate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _load_chunks(row_ptr, offs, mask, K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the chunks of one row. offs: of the first, [BLOCK_K]; mask: of a single chunk."""
+    found = ()
+    for chunk in tl.static_range(CHUNKS):
+        at = offs + chunk * BLOCK_K
+        if CHUNKS == 1:
+            found = found + (tl.load(row_ptr + offs, mask=mask, other=0.0),)
+        elif (chunk + 1) * BLOCK_K <= K:
+            found = found + (tl.load(row_ptr + at),)
+        else:
+            found = found + (tl.load(row_ptr + at, mask=at < K, other=0.0),)
+    return found
+
+
+@triton.jit
+def _load_row_chunks(base_ptr, row_offs, offs, mask, K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the chunks of weight rows.
+
+    row_offs: of the first chunk, [ROWS, BLOCK_K]; offs, mask: as in `_load_chunks`.
+    """
+    found = ()
+    for chunk in tl.static_range(CHUNKS):
+        if CHUNKS == 1:
+            found = found + (tl.load(base_ptr + row_offs, mask=mask[None, :], other=0.0),)
+        elif (chunk + 1) * BLOCK_K <= K:
+            found = found + (tl.load(base_ptr + row_offs + chunk * BLOCK_K),)
+        else:
+            inside = (chunk * BLOCK_K + offs < K)[None, :]
+            found = found + (tl.load(base_ptr + row_offs + chunk * BLOCK_K, mask=inside, other=0.0),)
+    return found
+
+
+@triton.jit
+def _wide(chunks, CHUNKS: tl.constexpr):
+    found = ()
+    for chunk in tl.static_range(CHUNKS):
+        found = found + (chunks[chunk].to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _normalized(chunks, weights, eps, K: tl.constexpr, CHUNKS: tl.constexpr, dtype: tl.constexpr):
+    """Return the norm of a row in float32.
+
+    Rounds like `norm.normalize`. chunks: float32, 0 past K.
+    """
+    squares = chunks[0] * chunks[0]
+    for chunk in tl.static_range(1, CHUNKS):
+        squares += chunks[chunk] * chunks[chunk]
+    inverse = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    found = ()
+    for chunk in tl.static_range(CHUNKS):
+        weight = weights[chunk]
+        quotient = (chunks[chunk] * inverse).to(weight.dtype).to(tl.float32)
+        found = found + ((quotient * weight.to(tl.float32)).to(dtype).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _products(rows, vector, CHUNKS: tl.constexpr):
+    """Return the dot products of weight rows and a vector, [ROWS] float32."""
+    sums = rows[0].to(tl.float32) * vector[0][None, :]
+    for chunk in tl.static_range(1, CHUNKS):
+        sums += rows[chunk].to(tl.float32) * vector[chunk][None, :]
+    return tl.sum(sums, 1)
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr,
     weight_ptr,
@@ -101,7 +174,7 @@ def gemv_kernel(
     before that and writes the sum to total: [K]; 3 normalizes x (x_weight: [K]) before the addition.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATED: tl.constexpr = ACTIVATION > 0
     first = tl.program_id(0) * (ROWS * TILES)
     last = N - 1 - first
@@ -110,107 +183,69 @@ def gemv_kernel(
     mask_k = offs_k < K
     base_ptr = weight_ptr + first.to(tl.int64) * K
     upper_ptr = base_ptr + N.to(tl.int64) * K
-    # Rows past the end repeat the last one and are not stored. The compiler removes a constant mask.
+    # Rows past the end repeat the last one and are not stored.
     offs = tl.minimum(rows, last)[:, None] * K + offs_k[None, :]
-    tile = tl.load(base_ptr + offs, mask=mask_k[None, :], other=0.0)
+    if MODE == 0 and CHUNKS > 1:
+        tile = tl.load(base_ptr + offs, mask=mask_k[None, :], other=0.0)
+        wait_for_previous(PDL)
+        offs_n = first + rows
+        mask_n = offs_n < N
+        parts = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        for step in tl.static_range(CHUNKS):
+            now = tile.to(tl.float32)
+            offs_step = step * BLOCK_K + offs_k
+            if step + 1 < CHUNKS:
+                ahead = (offs_step + BLOCK_K < K)[None, :]
+                tile = tl.load(base_ptr + offs + (step + 1) * BLOCK_K, mask=ahead, other=0.0)
+            parts += now * tl.load(x_ptr + offs_step, mask=offs_step < K, other=0.0).to(tl.float32)[None, :]
+        result = add_bias(tl.sum(parts, 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+        tl.store(y_ptr + offs_n, result, mask=mask_n)
+        return
+    tile = _load_row_chunks(base_ptr, offs, offs_k, mask_k, K, CHUNKS, BLOCK_K)
     if GATED:
-        upper_tile = tl.load(upper_ptr + offs, mask=mask_k[None, :], other=0.0)
-    if MODE > 0:
-        norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
-        x_weight = norm_weight
-    if MODE == 3:
-        x_weight = tl.load(x_weight_ptr + offs_k, mask=mask_k, other=0.0)
+        upper_tile = _load_row_chunks(upper_ptr, offs, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+    if MODE > 0 and CHUNKS == 1:
+        norm_weight = _load_chunks(norm_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+    if MODE == 3 and CHUNKS == 1:
+        x_weight = _load_chunks(x_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
     wait_for_previous(PDL)
+    vector = _wide(_load_chunks(x_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K), CHUNKS)
+    if MODE == 3:
+        # In registers before the wait, the weights of several chunks would cost a concurrent program.
+        if CHUNKS > 1:
+            x_weight = _load_chunks(x_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+        vector = _normalized(vector, x_weight, eps, K, CHUNKS, dtype)
+    if MODE >= 2:
+        residual = _load_chunks(residual_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+        stream = ()
+        for chunk in tl.static_range(CHUNKS):
+            total = (vector[chunk] + residual[chunk].to(tl.float32)).to(dtype)
+            if tl.program_id(0) == 0:
+                at = chunk * BLOCK_K + offs_k
+                tl.store(total_ptr + at, total, mask=mask_k if CHUNKS == 1 else at < K)
+            stream = stream + (total.to(tl.float32),)
+        vector = stream
     if MODE > 0:
-        vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
-    elif STEPS == 1:
-        vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+        if CHUNKS > 1:
+            norm_weight = _load_chunks(norm_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+        vector = _normalized(vector, norm_weight, eps, K, CHUNKS, dtype)
     for t in tl.static_range(TILES):
         offs_n = first + t * ROWS + rows
         mask_n = offs_n < N
-        if STEPS == 1:
-            now = tile.to(tl.float32)
+        # Several chunks are converted one by one.
+        now = _wide(tile, CHUNKS) if CHUNKS == 1 else tile
+        if GATED:
+            also = _wide(upper_tile, CHUNKS) if CHUNKS == 1 else upper_tile
+        if t + 1 < TILES:
+            offs = tl.minimum((t + 1) * ROWS + rows, last)[:, None] * K + offs_k[None, :]
+            tile = _load_row_chunks(base_ptr, offs, offs_k, mask_k, K, CHUNKS, BLOCK_K)
             if GATED:
-                also = upper_tile.to(tl.float32)
-            if t + 1 < TILES:
-                offs = tl.minimum((t + 1) * ROWS + rows, last)[:, None] * K + offs_k[None, :]
-                tile = tl.load(base_ptr + offs, mask=mask_k[None, :], other=0.0)
-                if GATED:
-                    upper_tile = tl.load(upper_ptr + offs, mask=mask_k[None, :], other=0.0)
-            result = add_bias(tl.sum(now * vector[None, :], 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
-            if GATED:
-                up = add_bias(tl.sum(also * vector[None, :], 1), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
-                result = apply_gate(result, up, ACTIVATION)
-        else:
-            parts = tl.zeros([ROWS, BLOCK_K], tl.float32)
-            for step in tl.static_range(STEPS):
-                now = tile.to(tl.float32)
-                offs_step = step * BLOCK_K + offs_k
-                if step + 1 < STEPS:
-                    ahead = (offs_step + BLOCK_K < K)[None, :]
-                    tile = tl.load(base_ptr + offs + (step + 1) * BLOCK_K, mask=ahead, other=0.0)
-                parts += now * tl.load(x_ptr + offs_step, mask=offs_step < K, other=0.0).to(tl.float32)[None, :]
-            result = add_bias(tl.sum(parts, 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+                upper_tile = _load_row_chunks(upper_ptr, offs, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+        result = add_bias(_products(now, vector, CHUNKS), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+        if GATED:
+            up = add_bias(_products(also, vector, CHUNKS), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+            result = apply_gate(result, up, ACTIVATION)
         tl.store(y_ptr + offs_n, result, mask=mask_n)
-
-
-def _launch(
-    plan: GemvPlan,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: Activation | None,
-    pdl: bool,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    total: Tensor | None = None,
-    x_weight: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Check the kernel's preconditions and launch it.
-
-    x is passed for tensors that a variant does not use.
-    """
-    outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
-    rows, inputs = x.shape
-    assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
-    assert residual is None or residual.is_contiguous()
-    plain = activation is None and norm_weight is None and plan.tiles == 1
-    assert plain or plan.block_k >= inputs, f"block_k {plan.block_k} must hold whole rows of {inputs} if fused or tiled"
-    y = torch.empty(1, outputs, device=x.device, dtype=x.dtype) if out is None else out
-    assert y.is_contiguous() and y.shape == (1, outputs), f"a result of {tuple(y.shape)} for 1 by {outputs}"
-    gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
-        x,
-        weight,
-        x if bias is None else bias,
-        x if x_weight is None else x_weight,
-        x if norm_weight is None else norm_weight,
-        x if residual is None else residual,
-        y,
-        x if total is None else total,
-        eps,
-        outputs,
-        K=inputs,
-        ROWS=plan.rows,
-        BLOCK_K=plan.block_k,
-        TILES=plan.tiles,
-        HAS_BIAS=bias is not None,
-        MODE=input_mode(norm_weight, residual, x_weight),
-        ACTIVATION=0 if activation is None else activation.value,
-        PDL=pdl,
-        num_warps=plan.warps,
-        **({"launch_pdl": True} if pdl else {}),
-    )
-    return y
-
-
-def input_mode(norm_weight: Tensor | None, residual: Tensor | None, x_weight: Tensor | None) -> int:
-    if norm_weight is None:
-        return NO_NORM
-    if residual is None:
-        return NORM
-    return ADD_NORM if x_weight is None else NORM_ADD_NORM
 
 
 def gemv(
@@ -230,11 +265,15 @@ def gemv(
     weight and bias have one dtype, here and below. out: output tensor, contiguous. With `pdl` the preceding kernel may
     write everything but the weights.
     """
-    return _launch(plan, x, weight, bias, activation, pdl, out=out)
+    plain, inputs = activation is None and plan.tiles == 1, weight.shape[1]
+    assert plain or plan.block_k >= inputs, f"block_k {plan.block_k} must hold whole rows of {inputs} if gated or tiled"
+    return _launch(x, None, None, None, 0.0, weight, bias, plan, activation, pdl, out)[0]
 
 
-def norm_gemv(
+def normed_gemv(
     x: Tensor,
+    residual: Tensor | None,
+    x_weight: Tensor | None,
     norm_weight: Tensor,
     eps: float,
     weight: Tensor,
@@ -242,30 +281,61 @@ def norm_gemv(
     plan: GemvPlan,
     activation: Activation | None = None,
     pdl: bool = False,
-) -> Tensor:
-    """Return `gemv` of rms_norm(x).
-
-    norm_weight: [K], in x's dtype or float32; plan.block_k >= K.
-    """
-    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps)
-
-
-def add_norm_gemv(
-    x: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: GemvPlan,
-    activation: Activation | None = None,
-    pdl: bool = False,
-    x_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `norm_gemv` of x + residual, and that sum, [1, K].
+    """Add x to the residual stream, and return `gemv` of the sum's norm, and the sum, [1, K].
 
-    residual: [1, K]; x_weight: weight of a norm of x before the addition, [K], as in `norm.norm_add_rms_norm`.
+    x, residual: [1, K]; without a residual the sum is x itself. x_weight: weight of a norm of x before the addition,
+    [K], as in `norm.norm_add_rms_norm`; norm_weight: [K]; both in x's dtype or float32. A program holds a row in chunks
+    of plan.block_k elements. With `pdl` the preceding kernel may write x and the residual.
     """
-    total = torch.empty_like(x)
-    y = _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total, x_weight)
+    assert x_weight is None or residual is not None, "x_weight needs a residual"
+    return _launch(x, residual, x_weight, norm_weight, eps, weight, bias, plan, activation, pdl)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    x_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: GemvPlan,
+    activation: Activation | None,
+    pdl: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Check the kernel's preconditions and launch it.
+
+    x is passed for tensors that a variant does not use.
+    """
+    outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
+    rows, inputs = x.shape
+    assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
+    assert residual is None or residual.is_contiguous()
+    y = torch.empty(1, outputs, device=x.device, dtype=x.dtype) if out is None else out
+    assert y.is_contiguous() and y.shape == (1, outputs), f"a result of {tuple(y.shape)} for 1 by {outputs}"
+    total = x if residual is None else torch.empty_like(x)
+    gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
+        *(x, weight, *(x if given is None else given for given in (bias, x_weight, norm_weight, residual))),
+        *(y, total, eps, outputs),
+        K=inputs,
+        ROWS=plan.rows,
+        BLOCK_K=plan.block_k,
+        TILES=plan.tiles,
+        HAS_BIAS=bias is not None,
+        MODE=input_mode(norm_weight, residual, x_weight),
+        ACTIVATION=0 if activation is None else activation.value,
+        PDL=pdl,
+        num_warps=plan.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
     return y, total
+
+
+def input_mode(norm_weight: Tensor | None, residual: Tensor | None, x_weight: Tensor | None) -> int:
+    if norm_weight is None:
+        return NO_NORM
+    if residual is None:
+        return NORM
+    return ADD_NORM if x_weight is None else NORM_ADD_NORM

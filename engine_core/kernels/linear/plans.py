@@ -144,7 +144,7 @@ def _wide_rule(inputs: int, gated: bool) -> GemvPlan:
 
 
 def _rmsnorm_rule(inputs: int, gated: bool) -> GemvPlan | None:
-    """Return the plan of `rmsnorm_gemv`, None if it saves nothing.
+    """Return a plan that holds rows in chunks, None if it saves nothing.
 
     For matmuls after two norms; based on register counts instead of timings: of 2560 inputs three programs of a gated
     GEMV fit on an SM instead of two, four of a plain one instead of two of twice the warps. After one norm the same

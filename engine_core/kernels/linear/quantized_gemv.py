@@ -366,7 +366,7 @@ def quantized_gemv(
     of int4 [N, groups], like zeros, uint8, both column-major. bias: [N]. activation: the weight holds the gate's rows
     before the up projection's, and activation(gate) * up is returned, [1, N / 2]. norm_weight: [K]; x is added to the
     residual stream, [1, K] (None: x starts it), and normalized; requires plan.block_k >= K. Without a norm the stream
-    is x. x_weight: as in `add_norm_gemv`. order, of int4: input index of each column of the weight, [K] int32; the
+    is x. x_weight: as in `gemv.normed_gemv`. order, of int4: input index of each column of the weight, [K] int32; the
     stream keeps the order of x. With `pdl` the preceding kernel may write everything but the weights and the order.
     """
     words, kind, group, run = _layout(weight, scales, zeros)

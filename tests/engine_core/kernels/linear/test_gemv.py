@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
+from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
 from tandem.engine_core.kernels.reference.layer import (
     add_rms_norm,
     gated_activation,
@@ -62,37 +62,37 @@ def test_gemv_before_an_activation_equals_separate_operations(
     torch.testing.assert_close(gemv(x, weight, chosen, WHOLE, activation), expected)
 
 
+PLANS = {"whole": WHOLE, "chunks": LONG, "tiles of chunks": GemvPlan(rows=2, block_k=16, tiles=2)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("norms", [0, 1, 2])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-@pytest.mark.parametrize("inputs", [48, 64])
-def test_norm_gemv_equals_separate_operations(inputs: int, activation: Activation | None, device: str) -> None:
-    x, weight, bias = operands(26, inputs, device)
-    norm_weight = torch.randn(inputs, device=device)
-    expected = functional.linear(rms_norm(x, norm_weight, EPS), weight, bias)
-    y = norm_gemv(x, norm_weight, EPS, weight, bias, WHOLE, activation)
-    torch.testing.assert_close(y, expected_product(expected, activation))
-
-
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_add_norm_gemv_equals_separate_operations(activation: Activation | None, device: str) -> None:
-    x, weight, _ = operands(26, 48, device)
-    residual, norm_weight = torch.randn(1, 48, device=device), torch.randn(48, device=device)
-    normed, total = add_rms_norm(x, residual, norm_weight, EPS)
-    y, stream = add_norm_gemv(x, residual, norm_weight, EPS, weight, None, WHOLE, activation)
-    torch.testing.assert_close(y, expected_product(functional.linear(normed, weight), activation))
-    assert torch.equal(stream, total)
-
-
-@pytest.mark.parametrize("activation", [None, Activation.GELU_TANH])
-def test_add_norm_gemv_of_a_normalised_update_equals_separate_operations(
-    activation: Activation | None, device: str
+@pytest.mark.parametrize(("outputs", "inputs"), [(14, 40), (8, 48), (13, 64)])
+def test_normed_gemv_equals_separate_operations(
+    outputs: int, inputs: int, activation: Activation | None, norms: int, plan: str, device: str
 ) -> None:
-    x, weight, _ = operands(26, 48, device)
-    residual = torch.randn(1, 48, device=device)
-    x_weight, norm_weight = torch.randn(2, 48, device=device).unbind(0)
-    normed, total = norm_add_rms_norm(x, x_weight, residual, norm_weight, EPS)
-    y, stream = add_norm_gemv(x, residual, norm_weight, EPS, weight, None, WHOLE, activation, x_weight=x_weight)
-    torch.testing.assert_close(y, expected_product(functional.linear(normed, weight), activation))
-    torch.testing.assert_close(stream, total)
+    """norms: 0 of x alone, 1 of x added to the stream, 2 of x normalized and added to it."""
+    x, weight, bias = operands(outputs * (1 if activation is None else 2), inputs, device)
+    residual = torch.randn(1, inputs, device=device)
+    factors, norm_weight = torch.randn(2, inputs, device=device).unbind(0)
+    normed, total = rms_norm(x, norm_weight, EPS), x
+    if norms == 1:
+        normed, total = add_rms_norm(x, residual, norm_weight, EPS)
+    elif norms == 2:
+        normed, total = norm_add_rms_norm(x, factors, residual, norm_weight, EPS)
+    given = (x, residual if norms else None, factors if norms == 2 else None, norm_weight, EPS, weight)
+    for chosen in (bias, None):
+        y, stream = normed_gemv(*given, chosen, PLANS[plan], activation)
+        expected = expected_product(functional.linear(normed, weight, chosen), activation)
+        torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(stream, total)
+
+
+def test_factors_of_x_need_a_stream_to_add_it_to(device: str) -> None:
+    x, factors = torch.randn(1, 40, device=device), torch.randn(40, device=device)
+    with pytest.raises(AssertionError, match=r"x_weight\b.*\bresidual"):
+        normed_gemv(x, None, factors, factors, EPS, torch.randn(8, 40, device=device), None, LONG)
 
 
 def test_gemv_refuses_several_rows_and_plans_of_partial_rows(device: str) -> None:
@@ -101,5 +101,3 @@ def test_gemv_refuses_several_rows_and_plans_of_partial_rows(device: str) -> Non
         gemv(x.expand(2, -1), weight, None, WHOLE)
     with pytest.raises(AssertionError, match="whole rows"):
         gemv(x, weight, None, LONG, Activation.SILU)
-    with pytest.raises(AssertionError, match="whole rows"):
-        norm_gemv(x, weight[0], EPS, weight, None, LONG)
