@@ -68,6 +68,10 @@ class StateSlots:
         self.touch(owner)
         return slot
 
+    def is_locked(self, owner: int) -> bool:
+        """Return whether an owner has a copy that is locked."""
+        return owner in self._slots and self._locks[self._slots[owner]] > 0
+
     def unlock(self, slot: int) -> None:
         """Undo one `lock`."""
         assert self._locks[slot] > 0, f"slot {slot} unlocked without a lock"

@@ -169,7 +169,9 @@ class StateCache:
             return  # The row has another state than the host counts.
         if seq.is_broken:
             for node in seq.cache.nodes:
-                self.forget(node)
+                # A sequence that is about to load one finds out by itself.
+                if not self.slots.is_locked(node):
+                    self.forget(node)
             return
         position = self.covered(seq.num_scheduled_tokens)
         if seq.outcome is not None:

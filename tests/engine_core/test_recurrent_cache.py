@@ -185,6 +185,8 @@ def test_a_state_leaves_the_cache_with_its_page(pair: Pair) -> None:
     tokens = prompt(100)
     pair.ask(tokens)
     assert pair.states.slots.used
+    stats = pair.cached.engine.stats
+    assert (stats.state_slots, stats.state_slots_used > 0) == (pair.states.slots.total, True)
     evict_unused(pair.cached.engine.scheduler.memory)
     assert not pair.states.slots.used
     assert pair.ask(tokens)[0].cached == 0

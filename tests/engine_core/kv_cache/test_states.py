@@ -181,6 +181,21 @@ def test_a_failed_model_leaves_no_checkpoint_on_its_path() -> None:
     assert found.audit() == []
 
 
+def test_a_failed_model_leaves_the_checkpoint_that_another_is_about_to_load() -> None:
+    found = scheduler()
+    run(found, request(1, 10, 100))
+    broken, other = request(2, 10, 150), request(3, 10, 120)
+    added(found, broken)
+    commit(found, launched(found, 500), [5])
+    added(found, other)
+    found.end(broken, Failure(2, ErrorCode.MODEL_FAILED, "NaN"))
+    assert found.audit() == []
+    assert states(found).slots.used == 1
+    plan = launched(found, 501)
+    assert [load.row for load in plan.loads] == [other.row]
+    assert found.audit() == []
+
+
 def test_a_row_whose_load_is_not_launched_saves_nothing() -> None:
     """It still has the state of the sequence before."""
     found = scheduler()
