@@ -167,14 +167,16 @@ class Scheduler:
 
     def on_launch(self, plan: StepPlan) -> None:
         """Advance the counters of the sequences in a plan that has been launched."""
-        held, num_drafts = self._held, plan.num_drafts
+        held = self._held
         for row in plan.steady_rows:
             seq = held[row.seq_id]
             seq.num_scheduled_tokens += 1
             seq.inflight += 1
             seq.num_inflight_samples += 1
-            if num_drafts and seq.drafts.max_drafts:
-                seq.num_inflight_drafts += num_drafts
+        if plan.num_drafts:
+            for seq in [held[row.seq_id] for row in plan.steady_rows]:
+                if seq.drafts.max_drafts:
+                    seq.num_inflight_drafts += plan.num_drafts
         for row in plan.other_rows:
             seq = held[row.seq_id]
             seq.num_scheduled_tokens = row.start + row.length
