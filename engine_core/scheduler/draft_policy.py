@@ -44,11 +44,14 @@ class DraftPolicy:
         self.max_positions = min(max_positions, MAX_VERIFY_POSITIONS)
         self._since_drafts = 0
 
+    @property
+    def most(self) -> int:
+        """Maximum number of drafts that a step verifies for any sequence; 0 if no step verifies drafts."""
+        return self.fixed or self.sizes[-1] if self.sizes else 0
+
     def max_drafts(self, seq: Sequence) -> int:
         """Return the largest number of drafts that a step verifies for a sequence."""
-        if not self.sizes or seq.constraint is not None or not seq.submit.speculation:
-            return 0
-        return self.fixed or self.sizes[-1]
+        return 0 if seq.constraint is not None or not seq.submit.speculation else self.most
 
     def choose(self, sequences: Items[Sequence]) -> int:
         """Return the number of drafts of the next step of these sequences.

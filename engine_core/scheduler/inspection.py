@@ -130,7 +130,7 @@ def _sequence(
 
 def _speculation(drafts: DraftPolicy) -> Speculation | None:
     """Return how steps draft tokens; None if none does. There is one method."""
-    return Speculation("ngram", drafts.fixed or drafts.sizes[-1], drafts.fixed is None) if drafts.sizes else None
+    return Speculation("ngram", drafts.most, drafts.fixed is None) if drafts.most else None
 
 
 def _session(memory: KVManager, session: Session, now: float) -> InspectedSession:

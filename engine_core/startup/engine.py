@@ -328,6 +328,8 @@ def _build_loop(
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
     memory = _kv_manager(config, kv_groups, bool(runtime.kv.recurrent))
     drafts = draft_policy(config)
+    # As in vLLM, a series for each position exists from the start.
+    stats.spec_decode_num_accepted_tokens_per_pos = dict.fromkeys(map(str, range(drafts.most)), 0)
     rows, limits = RowGate(config.max_rows), scheduler_limits(config)
     scheduler = Scheduler(rows, memory, limits, config.policy, costs, drafts, adapters)
     wire_limits = Limits(

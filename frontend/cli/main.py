@@ -207,7 +207,7 @@ def _add_model_argument(command: argparse.ArgumentParser) -> None:
 
 def _add_speculative_config(command: CommandParser) -> None:
     command.add_argument(
-        "--speculative-config", action=SpeculativeConfig, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        "--speculative-config", "-sc", action=SpeculativeConfig, default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
 
 

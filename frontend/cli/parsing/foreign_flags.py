@@ -77,6 +77,7 @@ _COMPILED = ForeignFlag(reason="nothing goes through torch.compile; --graph-rows
 _SWAP = ForeignFlag(reason="KV is never swapped to CPU memory; preempted sequences are recomputed")
 _CODE = ForeignFlag(reason="code from checkpoints is never run; supported architectures are built in")
 _DRAFT_MODEL = ForeignFlag("--speculate", "ngram, which drafts from the text; draft models are not supported")
+_NUM_DRAFTS = ForeignFlag("--speculate-tokens", "1 to 7")
 _REPLICAS = ForeignFlag(reason="one GPU per engine; start one server per GPU and balance between them")
 _WHOLE_MODEL = ForeignFlag(reason="the whole model runs on the device that --device names")
 _STEP = ForeignFlag("--max-step-tokens", "--prefill-chunk bounds one prompt's part of a step")
@@ -114,7 +115,8 @@ FOREIGN_FLAGS = {
     "--swap-space": _SWAP, "--trust-remote-code": _CODE,
     "--speculative-model": _DRAFT_MODEL, "--model-draft": _DRAFT_MODEL, "--speculative-algorithm": _DRAFT_MODEL,
     "--speculative-draft-model-path": _DRAFT_MODEL, "-md": _DRAFT_MODEL,
-    "--speculative-num-draft-tokens": ForeignFlag("--speculate-tokens", "1 to 7"),
+    "--spec-method": _DRAFT_MODEL, "--spec-model": _DRAFT_MODEL,
+    "--speculative-num-draft-tokens": _NUM_DRAFTS, "--spec-tokens": _NUM_DRAFTS,
     "--calculate-kv-scales": ForeignFlag("--kv-dtype fp8", "which calibrates the scales that a checkpoint lacks"),
     "--cache-type-k": _KV, "--cache-type-v": _KV,
     "--compilation-config": _COMPILED, "-O": _COMPILED, "--enable-torch-compile": _COMPILED,

@@ -215,3 +215,13 @@ def test_a_prediction_survives_a_preemption(folder: Path) -> None:
     for number in (1, 2, 3):
         drafts = driven.mailbox.drafts[CLIENT, number]
         assert sum(right for _, right, is_predicted in drafts if is_predicted) >= 24
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 0), ({"speculate": "ngram"}, 7), ({"speculate": "ngram", "speculate_tokens": 4}, 4)]
+)
+def test_accepted_drafts_have_a_count_for_each_position_from_the_start(
+    options: dict[str, Any], most: int, folder: Path
+) -> None:
+    stats = build(folder, KINDS["cpu"], **options).engine.stats
+    assert stats.spec_decode_num_accepted_tokens_per_pos == {str(index): 0 for index in range(most)}

@@ -45,8 +45,9 @@ def test_anything_else_is_rejected_by_name(given: Any, named: str) -> None:
 
 def test_a_server_takes_the_flag_and_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     config = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}'
-    options = engine_options(build_parser().parse_args(["serve", "--speculative-config", config]))
-    assert (options.speculate, options.speculate_tokens, options.speculate_max_match) == ("ngram", 5, 3)
+    for words in (["--speculative-config", config], ["-sc", config], [f"--speculative_config={config}"]):
+        options = engine_options(build_parser().parse_args(["serve", *words]))
+        assert (options.speculate, options.speculate_tokens, options.speculate_max_match) == ("ngram", 5, 3)
     for wrong in ('{"method": "mtp"}', "{"):
         with pytest.raises(SystemExit):
             build_parser().parse_args(["serve", "--speculative-config", wrong])
