@@ -224,24 +224,34 @@ def default_cuda_rows(room: int, most: int, row_bytes: int = 0) -> int:
     one row, which the padding row has too.
     """
     fitting = (rows for rows in CUDA_MAX_ROWS if rows <= most and rows * ROW_BYTES <= room)
-    rows = next(fitting, CUDA_MAX_ROWS[-1])
+    return _rows_with_states(next(fitting, CUDA_MAX_ROWS[-1]), room, row_bytes)
+
+
+def _rows_with_states(rows: int, room: int, row_bytes: int) -> int:
+    """Return the rows, or fewer if the state of recurrent layers would take more than its share of the memory.
+
+    room: bytes that the weights leave, 0 or less if they are not known; row_bytes: as in `default_cuda_rows`.
+    """
     if not row_bytes or room <= 0:
         return rows
     with_state = max(1, int(room * STATE_SHARE) // row_bytes - 1)
     return rows if rows <= with_state else max(1, with_state - with_state % 8 if with_state > 8 else with_state)
 
 
-def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, gpu_bytes: int = 0) -> StepConfig:
+def resolve(
+    options: EngineOptions, model: ModelShape, device: str, dtype: str, gpu_bytes: int = 0, cpu_bytes: int = 0
+) -> StepConfig:
     """Resolve the settings of an engine core.
 
-    gpu_bytes: memory of the GPU, 0 if it is not known. Raises ConfigError, with the numbers and what to change, for
-    settings that contradict each other.
+    gpu_bytes, cpu_bytes: memory of the GPU, and free main memory; 0 if they are not known. Raises ConfigError, with the
+    numbers and what to change, for settings that contradict each other.
     """
     if wrong := wrong_numbers(options):
         raise ConfigError(*wrong.values())
     cpu, problems = device == "cpu", ConfigProblems()
     max_len = _max_len(options, model, problems)
-    max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else _cuda_rows(options, model, max_len, gpu_bytes))
+    usual_rows = _rows_with_states(CPU_MAX_ROWS, cpu_bytes - model.weight_bytes if cpu_bytes else 0, model.row_bytes)
+    max_rows = options.max_rows or (usual_rows if cpu else _cuda_rows(options, model, max_len, gpu_bytes))
     with problems.caught():
         _check_switches(options, model)
     step_tokens, chunk = CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, 0

@@ -164,8 +164,8 @@ class EngineOptions(Struct, frozen=True):
         int | None,
         EngineFlag(
             "maximum number of sequences decoded at once (default: 32 on cpu; on cuda the largest of 1024, 512 and 256 "
-            "with 24 MiB a row left after the weights, and fewer if the state of recurrent layers would take more than "
-            "half of that memory)",
+            "with 24 MiB a row left after the weights; fewer if the state of recurrent layers would take more than half"
+            " of the memory that the weights leave)",
             bounds=(1, 16_384),
             is_everyday=True,
         ),

@@ -43,6 +43,7 @@ from tandem.engine_core.lora.adapters import Adapters
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import open_checkpoint, read_config
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
+from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
@@ -80,11 +81,11 @@ class ResolvedEngine(Struct, frozen=True):
     config: StepConfig
 
 
-def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> ResolvedEngine:
+def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_bytes: int = 0) -> ResolvedEngine:
     """Resolve all settings but the size of the KV pool.
 
-    Of the model only the configuration is read. cuda: True if torch sees a CUDA device; gpu_bytes: its memory, 0 if it
-    is not known.
+    Of the model only the configuration is read. cuda: True if torch sees a CUDA device; gpu_bytes: its memory;
+    cpu_bytes: free main memory. Both are 0 if they are not known.
 
     Raises ConfigError if the engine cannot start as asked.
     """
@@ -126,7 +127,7 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
     if row_bytes:
         shape = structs.replace(shape, state_interval=RING, chunk_grid=PIECE)
     with problems.caught():
-        step_config = configuration.resolve(options, shape, kind, dtype, gpu_bytes)
+        step_config = configuration.resolve(options, shape, kind, dtype, gpu_bytes, cpu_bytes)
     problems.check()
     groups = _kv_groups(model_config, step_config)
     model_config = _with_groups(model_config, groups)
@@ -164,7 +165,8 @@ def build_engine(
     """
     status.enter(Phase.LOADING)
     cuda = torch.cuda.is_available()
-    resolved = resolve_engine(options, cuda, torch.cuda.mem_get_info()[1] if cuda else 0)
+    gpu_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
+    resolved = resolve_engine(options, cuda, gpu_bytes, CpuDevice().free_bytes())
     source, kind = resolved.source, resolved.config.device
     if kind == "cpu":
         torch.set_num_threads(configuration.resolve_threads(options, usable_cores()))

@@ -77,7 +77,8 @@ def preflight(
         config = resolve_source(source)
         model |= {"dtype": config.dtype or "not named", "positions": str(config.max_positions)}
         model["supported"] = "yes"
-        resolved = resolve_engine(options, cuda=bool(gpus), gpu_bytes=gpus[0].total if gpus else 0)
+        gpu_bytes = gpus[0].total if gpus else 0
+        resolved = resolve_engine(options, cuda=bool(gpus), gpu_bytes=gpu_bytes, cpu_bytes=cpu_free())
         if resolved.config.device == "cuda":
             check_installed()
             check_gpu(gpus[0].traits)

@@ -296,3 +296,11 @@ def test_a_gpus_engine_has_workers_for_grammars_by_its_cores(cores: int, workers
 )
 def test_state_of_recurrent_layers_takes_half_of_the_memory_by_default(room: int, row_bytes: int, rows: int) -> None:
     assert default_cuda_rows(room, 1024, row_bytes) == rows
+
+
+@pytest.mark.parametrize(("free", "rows"), [(0, 32), (100, 32), (45, 32), (30, 16), (11, 1), (8, 32)])
+def test_on_a_cpu_too(free: int, rows: int) -> None:
+    """10 GiB of weights, half a GiB for the state of a row; 0: the memory is not known, 8: the weights do not fit."""
+    model = ModelShape("hybrid", 2048, weight_bytes=10 * 2**30, row_bytes=2**29)
+    assert resolve(EngineOptions(), model, "cpu", "float32", cpu_bytes=free * 2**30).max_rows == rows
+    assert resolve(EngineOptions(max_rows=20), model, "cpu", "float32", cpu_bytes=free * 2**30).max_rows == 20
