@@ -14,7 +14,7 @@ from tandem.engine_core.kernels.reference.delta_rule import fold
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_qwen3_5 import save_random
-from tests.support.delta_rule_case import DeltaRuleCase, Work
+from tests.support.delta_rule_case import STEPS, DeltaRuleCase
 from tests.support.engine_driver import DrivenEngine
 from tests.support.parity import VOCAB, greedy_tokens, random_tokens
 from tests.support.plan_recording import runtime_of
@@ -22,16 +22,6 @@ from tests.support.plan_recording import runtime_of
 pytestmark = pytest.mark.gpu
 
 SHAPE_9B = DeltaRuleShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4)
-STEPS: list[tuple[list[Work], int]] = [
-    ([(1, 0, 1), (2, 0, 2), (3, 0, 3), (4, 0, 130)], 1),
-    ([(1, 1, 1), (2, 2, 1), (5, 0, 70), (3, 3, 1), (4, 130, 17)], 2),
-    ([(2, 3, 1), (3, 4, 1), (4, 147, 1), (1, 2, 40), (5, 70, 5)], 3),
-    *(
-        ([(row, start + step, 1) for row, start in ((1, 42), (2, 4), (3, 5), (4, 148), (5, 75))], 5)
-        for step in range(18)
-    ),
-]
-"""Each a step's rows, and how many of them run as single tokens: prompts and chunks, decode rows, and both at once."""
 BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 """Largest error over the largest value."""
 LENGTHS, TOKENS = (1, 2, 3, 70, 16, 33, 5, 64), 20

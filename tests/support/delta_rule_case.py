@@ -11,6 +11,17 @@ from tandem.engine_core.kernels.kernel_set import KernelSet
 SMALL = DeltaRuleShape(key_heads=2, value_heads=4, key_dim=16, value_dim=32, conv_width=4)
 Work = tuple[int, int, int]
 """Table row, first position, number of positions."""
+STEPS: list[tuple[list[Work], int]] = [
+    ([(1, 0, 1), (2, 0, 2), (3, 0, 3), (4, 0, 130)], 1),
+    ([(1, 1, 1), (2, 2, 1), (5, 0, 70), (3, 3, 1), (4, 130, 17)], 2),
+    ([(2, 3, 1), (3, 4, 1), (4, 147, 1), (1, 2, 40), (5, 70, 5)], 3),
+    *(
+        ([(row, start + step, 1) for row, start in ((1, 42), (2, 4), (3, 5), (4, 148), (5, 75))], 5)
+        for step in range(18)
+    ),
+]
+"""Rows of steps, and how many of them run as single tokens: prompts and chunks, decode rows, both at once, and every
+row across a multiple of the ring's size."""
 
 
 class DeltaRuleCase:
