@@ -27,6 +27,8 @@ PAGE_SIZE = 16
 GPU_SHARE = 0.9
 """Share of a GPU's memory for everything an engine holds there. The rest covers fragmentation of the allocator."""
 MAX_DEFAULT_GRAMMAR_WORKERS = 4
+MAX_ADAPTED_ROWS = 256
+"""Most rows of a decode step with adapters that is captured in a CUDA graph; larger ones take long enough without."""
 MAX_PREDICTION = 8192
 """Number of token ids of a prediction that drafts are taken from: their table has room for as many for each row."""
 STEP_UPLOADS = 65_536
@@ -112,6 +114,11 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         """Columns of each KV group in the rows of the page table."""
         longest = max(self.max_step_tokens, 1 + self.max_lead)
         return page_columns(self.kv_windows, self.page_size, self.max_len, longest)
+
+    @property
+    def adapted_graph_rows(self) -> tuple[int, ...]:
+        """Row counts for which decode steps with adapters are captured in CUDA graphs, ascending."""
+        return tuple([rows for rows in self.graph_rows if self.max_adapters and rows <= MAX_ADAPTED_ROWS])
 
     @property
     def max_lead(self) -> int:

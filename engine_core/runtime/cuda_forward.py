@@ -17,6 +17,7 @@ from tandem.engine_core.kernels.attention.extra_splits import (
 from tandem.engine_core.kernels.attention.table_updates import update_tables
 from tandem.engine_core.kernels.delta_rule.state import TokenRows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kv_cache.storage import KVStorage
@@ -24,6 +25,7 @@ from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import SampleBuffers
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
+from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.tables import DeviceTables
 
@@ -42,10 +44,12 @@ class CudaForward:
         page_tables: Sequence[PageTable],
         gpu: GpuTraits,
         speculator: Speculator | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         """Keep a model and the memory that its forward passes read.
 
-        page_tables: of the tables' pages in the KV storage, by KV group; speculator: None if no step verifies drafts.
+        page_tables: of the tables' pages in the KV storage, by KV group; speculator: None if no step verifies drafts;
+        adapters: None if no row has one.
         """
         self.model = model
         self.kv = kv
@@ -53,6 +57,7 @@ class CudaForward:
         self.page_tables = page_tables
         self.gpu = gpu
         self.speculator = speculator
+        self.adapters = adapters
 
     @torch.inference_mode()
     def decode(self, rows: Tensor, positions: Tensor, samples: SampleBuffers, has_long_rows: bool = True) -> Tensor:
@@ -62,10 +67,29 @@ class CudaForward:
         `max_short_len` positions do not need. rows, positions: [B] int32; negative positions are replaced by the
         positions of the rows' newest tokens.
         """
+        return self._decode(rows, positions, samples, has_long_rows, None)
+
+    @torch.inference_mode()
+    def decode_adapted(
+        self, rows: Tensor, positions: Tensor, samples: SampleBuffers, has_long_rows: bool = True
+    ) -> Tensor:
+        """Do what `decode` does, with the adapters of the rows."""
+        assert self.adapters is not None, "adapters without memory for them"
+        return self._decode(rows, positions, samples, has_long_rows, self.adapters.of(rows))
+
+    def _decode(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        samples: SampleBuffers,
+        has_long_rows: bool,
+        adapters: AdapterTokens | None,
+    ) -> Tensor:
         input_ids, slot_mapping = self._inputs(rows, positions, (samples.rows, samples.positions))
         step = self._decode_step(rows, positions, has_long_rows)
         tokens = TokenRows(rows, positions, len(rows)) if self.kv.recurrent else None
-        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, step, step, rows, tokens)
+        given = input_ids, positions, slot_mapping.unbind(), None, step, step, rows, tokens
+        batch = ForwardBatch(*given, adapters=adapters)
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
     @torch.inference_mode()

@@ -64,13 +64,15 @@ class StepGraphs:
         updates: list[Graph],
         verify: list[dict[tuple[int, int], VerifyGraphs]] | None = None,
         verify_growth: Growth = NO_GROWTH,
+        adapted: list[dict[int, Graph]] | None = None,
     ) -> None:
         """Keep captured steps and the sizes of their buckets.
 
         rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured for each token count
         of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket; updates: per
         slot, of the tables before a step of any size; verify: steps that verify drafts, per slot by rows and drafts;
-        verify_growth: what capturing these took.
+        verify_growth: what capturing these took; adapted: forward passes of decode steps with adapters, per slot by
+        row count, which leave their logits where those of `decode` do.
         """
         self.rows = rows
         self.shapes = shapes
@@ -80,6 +82,7 @@ class StepGraphs:
         self.updates = updates
         self.verify = verify or [{} for _ in decode]
         self.verify_growth = verify_growth
+        self.adapted = adapted or [{} for _ in decode]
         self._faster: Mapping[GraphBucket, GraphBucket] = {}
 
     def prefer(self, faster: Mapping[GraphBucket, GraphBucket]) -> None:
@@ -89,11 +92,14 @@ class StepGraphs:
     def bucket(self, plan: StepPlan) -> GraphBucket | None:
         """Return the smallest bucket that a step fits, or a larger one that is faster.
 
-        None if no graph is large enough, if a row has an adapter, or if the step has single tokens that are not plain
-        samples. The largest token counts are captured without single tokens.
+        None if no graph is large enough, if a row of a step with prompts or drafts has an adapter, or if the step has
+        single tokens that are not plain samples. The largest token counts are captured without single tokens.
         """
         if plan.has_adapters:
-            return None
+            fitting = None if plan.num_drafts else self._smallest(plan)
+            if fitting is None or fitting.num_prefill_tokens or fitting.num_decode_tokens not in self.adapted[0]:
+                return None
+            return fitting
         if plan.num_drafts:
             rows = _at_least(
                 len(plan.rows), [rows for rows, drafts in sorted(self.verify[0]) if drafts == plan.num_drafts]
@@ -207,6 +213,31 @@ def capture_decode(
             sampled = {mode: recorder.record(partial(sampling, mode, _batch(slot, samples, mode)))[0] for mode in Mode}
             captured[bucket] = DecodeGraphs(graphs[0], samples.logits, sampled, graphs[-1], max_short_len(bucket))
         progress(100 * (done + 1) // len(buckets))
+    return steps
+
+
+def capture_adapted(
+    recorder: GraphRecorder,
+    buckets: Sequence[int],
+    slots: list[StepSlot],
+    logits: Tensor,
+    forward: Forward,
+) -> list[dict[int, Graph]]:
+    """Capture the forward passes of decode steps with adapters of every slot, the largest first.
+
+    logits: as for `capture_decode`, after which this is called.
+    """
+    steps: list[dict[int, Graph]] = [{} for _ in slots]
+    for bucket in reversed(buckets):
+        for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
+            slot.device_inputs.zero_()
+            samples = sample_buffers(slot, logits).first(bucket)
+            inputs = slot.device_inputs
+            run = partial(forward, inputs[:bucket], inputs[bucket : 2 * bucket], samples, True)
+            if number == 0:
+                run()
+                recorder.synchronize()
+            captured[bucket] = recorder.record(run)[0]
     return steps
 
 

@@ -270,7 +270,8 @@ class TorchRuntime:
         if bucket.num_prefill_tokens == 0:
             s.graphs = graphs.decode[slot][bucket.num_decode_tokens]
             self._begin(s)
-            s.graphs.select(s.packed.longest).replay()
+            adapted = graphs.adapted[slot][bucket.num_decode_tokens] if s.plan.has_adapters else None
+            (adapted or s.graphs.select(s.packed.longest)).replay()
             s.logits, s.sampling = s.graphs.logits, s.graphs.sampling
             return
         mixed = graphs.mixed[slot][bucket]

@@ -34,12 +34,14 @@ from tandem.engine_core.runtime.device import Device, open_device, read_gpu_trai
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import (
     StepGraphs,
+    capture_adapted,
     capture_decode,
     capture_mixed,
     capture_updates,
     capture_verify,
     max_samples,
 )
+from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.speculation import TORCH_KERNELS, Speculator, triton_kernels
 from tandem.engine_core.runtime.tables import DeviceTables
@@ -149,6 +151,7 @@ class DeviceParts(Protocol):
         slots: list[StepSlot],
         progress: Callable[[int], None],
         speculator: Speculator | None,
+        adapters: RowAdapters | None = None,
     ) -> StepGraphs | None:
         """Capture the graphs of a configuration; return None if it has none.
 
@@ -273,6 +276,7 @@ class CudaParts:
         slots: list[StepSlot],
         progress: Callable[[int], None],
         speculator: Speculator | None,
+        adapters: RowAdapters | None = None,
     ) -> StepGraphs | None:
         """Implement `DeviceParts.graphs`."""
         from tandem.engine_core.runtime.cuda_forward import CudaForward
@@ -281,7 +285,7 @@ class CudaParts:
             return None
         verified = [rows * (1 + drafts) for rows, drafts in config.verify_shapes]
 
-        forward = CudaForward(model, kv, tables, tables.page_tables(kv), self.gpu, speculator)
+        forward = CudaForward(model, kv, tables, tables.page_tables(kv), self.gpu, speculator, adapters)
         recorder = self.new_recorder()
         with torch.inference_mode():
             rows = config.graph_rows
@@ -302,6 +306,10 @@ class CudaParts:
                 launch,
                 lambda p: progress(50 + p // 2),
             )
+            adapted = None
+            if adapters is not None:
+                given_rows = config.adapted_graph_rows
+                adapted = capture_adapted(recorder, given_rows, slots, logits, forward.decode_adapted)
             updates = capture_updates(recorder, slots, forward.update_tables)
             verify, growth = None, NO_GROWTH
             if speculator is not None:
@@ -309,7 +317,7 @@ class CudaParts:
                 given = recorder, config.verify_shapes, slots, logits, forward.verify, launch, speculator.accept
                 verify = capture_verify(*given)
                 growth = Growth(time.monotonic() - began, free - self.device.free_bytes())
-        return StepGraphs(rows, shapes, decode, mixed, updates, verify, growth)
+        return StepGraphs(rows, shapes, decode, mixed, updates, verify, growth, adapted)
 
     def _zeros(self, config: StepConfig, *shape: int) -> "Tensor":
         return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)

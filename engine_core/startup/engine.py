@@ -187,7 +187,8 @@ def build_engine(
     facts = _facts(config, source)
     adapters = None
     if runtime.adapters is not None:
-        copies = SideCopies(parts.device.torch_device) if kind == "cuda" else None
+        place = parts.device.torch_device
+        copies = SideCopies(place) if place.type == "cuda" else None
         given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
         adapters = build_adapters(*given)
         log.mark("adapters")

@@ -55,7 +55,8 @@ def measure_graph_bytes(device: Device, config: StepConfig, further: int, decode
         return 0
     held, each = _measure_slots(device, config, decode)
     captured = 1 + len(decode_trial(config).verify_shapes)
-    driver = each * config.depth * (len(config.graph_rows) + len(config.verify_shapes)) // captured
+    decode_graphs = len(config.graph_rows) + len(config.verify_shapes) + len(config.adapted_graph_rows)
+    driver = each * config.depth * decode_graphs // captured
     if config.graph_tokens:
         held, each_slot = _measure_slots(device, config, mixed)
         shapes = num_mixed_shapes(mixed_trial(config))

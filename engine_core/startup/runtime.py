@@ -146,13 +146,13 @@ class RuntimeBuilder(Struct, frozen=True):
             status.enter(Phase.WARMING, percent * 9 // 10)
 
         given = self.config, self.model, kv, self.tables, self.sampler, self.slots, progress
-        return self.parts.graphs(*given, self.speculator)
+        return self.parts.graphs(*given, self.speculator, self.adapters)
 
     def capture_trial(self, config: StepConfig, kv: KVStorage, slots: int) -> object:
         """Capture the graphs of a trial for that many slots, which all are the first."""
         first = self.slots[:1] * slots
         given = config, self.model, kv, self.tables, self.sampler, first, lambda _: None
-        return self.parts.graphs(*given, self.speculator)
+        return self.parts.graphs(*given, self.speculator, self.adapters)
 
     def measure(self, free_at_start: int) -> Memory:
         """Measure the memory of steps and graphs by a trial.

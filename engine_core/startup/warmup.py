@@ -18,7 +18,8 @@ def warm_up(runtime: Runtime, config: StepConfig) -> None:
     """Run the largest possible step and some short ones in every slot.
 
     A step that copies states of recurrent layers, a short prefill and decode steps follow the largest step. The short
-    steps run greedily and with every sampling feature on. Nothing is left in flight, and the allocator keeps the memory
+    steps run greedily and with every sampling feature on. The first ones follow as steps with adapters, which run other
+    kernels. Nothing is left in flight, and the allocator keeps the memory
     that steps need.
     """
     for slot in range(config.depth):
@@ -28,6 +29,9 @@ def warm_up(runtime: Runtime, config: StepConfig) -> None:
         for params, logprobs in ((GREEDY, -1), (FULL, 1)):
             for plan in _short_steps(params, config.max_len, logprobs):
                 run_step(runtime, slot, plan)
+        if config.max_adapters:
+            for plan in (full_step(config), *_short_steps(GREEDY, config.max_len, -1)):
+                run_step(runtime, slot, structs.replace(plan, has_adapters=True))
     runtime.synchronize()
 
 

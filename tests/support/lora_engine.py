@@ -1,11 +1,12 @@
 """An engine in this process with adapters."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.engine_core.lora.adapters import Adapters
+from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
@@ -35,12 +36,12 @@ class LoraEngine(DrivenEngine):
         return cls.restart(model, **options)
 
     @classmethod
-    def restart(cls, model: Path, **options: Any) -> "LoraEngine":
+    def restart(cls, model: Path, new_parts: Callable[[str], DeviceParts] = open_parts, **options: Any) -> "LoraEngine":
         """Build an engine with the adapters of the one before."""
         file = model / "adapters.json"
         usual = {"device": "cpu", "threads": 1, "max_rows": 8, "enable_lora": True, "max_lora_rank": 16}
         mailbox, given = FakeMailbox(), EngineOptions(model=str(model), **usual | options)
-        engine = build_engine(given, mailbox, Status(EPOCH, new_stats()), adapters_file=file)
+        engine = build_engine(given, mailbox, Status(EPOCH, new_stats()), new_parts, adapters_file=file)
         mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "test")))
         return cls(engine, mailbox)
 

@@ -2,7 +2,8 @@
 
 Two launches for all parts of a fused projection: `shrink` multiplies the inputs by A, with the inputs split among
 programs so that few tokens occupy a GPU; `expand` adds the partial sums in a fixed order, multiplies them by B and adds
-the result to the matmul. No two programs write the same element, so results are deterministic. Work follows the rank of
+the result to the matmul. The number of splits is not a constant of the kernels, so that no number of tokens waits for a
+compilation. No two programs write the same element, so results are deterministic. Work follows the rank of
 each adapter, not the largest: programs behind it end at once.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -29,7 +30,7 @@ _PROGRAMS = 256
 """Programs of a launch that occupy a large GPU."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SPLIT"])
 def _shrink_kernel(
     x_ptr,
     a_ptr,
@@ -37,6 +38,7 @@ def _shrink_kernel(
     order_ptr,
     blocks_ptr,
     sums_ptr,
+    SPLIT,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     MAX_RANK: tl.constexpr,
@@ -44,7 +46,6 @@ def _shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply the tokens of a block by A of their adapter.
@@ -82,7 +83,7 @@ def _shrink_kernel(
         tl.store(sums_ptr + row[:, None] * WIDTH + columns[None, :], sums, mask=(ranks < rank)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SPLIT"])
 def _expand_kernel(
     sums_ptr,
     b_ptr,
@@ -90,6 +91,7 @@ def _expand_kernel(
     order_ptr,
     blocks_ptr,
     y_ptr,
+    SPLIT,
     START1: tl.constexpr,
     START2: tl.constexpr,
     START3: tl.constexpr,
@@ -99,7 +101,6 @@ def _expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply the results of `_shrink_kernel` by B, and add them to y.
@@ -130,7 +131,7 @@ def _expand_kernel(
         for first in range(0, rank, BLOCK_R):
             ranks = first + tl.arange(0, BLOCK_R)
             shrunk = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-            for split in tl.static_range(SPLIT):
+            for split in range(0, SPLIT):
                 row = (split * tl.num_programs(0) + block).to(tl.int64) * BLOCK_M + rows
                 place = row[:, None] * WIDTH + (part * MAX_RANK + ranks)[None, :]
                 shrunk += tl.load(sums_ptr + place, mask=(ranks < rank)[None, :], other=0.0)
@@ -173,6 +174,7 @@ def add_lora(
         blocks.order,
         blocks.slots,
         sums,
+        split,
         K=inputs,
         PARTS=parts,
         MAX_RANK=max_rank,
@@ -180,7 +182,6 @@ def add_lora(
         BLOCK_M=size,
         BLOCK_R=BLOCK_R,
         BLOCK_K=_BLOCK_K,
-        SPLIT=split,
         PDL=pdl,
         **options,
     )
@@ -193,6 +194,7 @@ def add_lora(
         blocks.order,
         blocks.slots,
         y,
+        split,
         START1=inner[0],
         START2=inner[1],
         START3=inner[2],
@@ -202,7 +204,6 @@ def add_lora(
         BLOCK_M=size,
         BLOCK_N=_BLOCK_N,
         BLOCK_R=BLOCK_R,
-        SPLIT=split,
         PDL=pdl,
         **options,
     )
