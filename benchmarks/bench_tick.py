@@ -72,6 +72,7 @@ from tandem.protocol.events import Limits, ModelFacts, StepOutput
 from tandem.protocol.sockets import bind_router, connect_dealer
 
 EPOCH, VOCAB, MAX_LEN, PAGE_SIZE, STEP_TOKENS = 1, 128_256, 4096, 16, 8192
+COLUMNS = (PageColumns(0, MAX_LEN // PAGE_SIZE),)
 LONGEST = MAX_LEN - PROMPT
 """Maximum tokens of a request."""
 ANYTHING = LLMatcher.grammar_from_regex(r"(.|\n)*")
@@ -107,7 +108,7 @@ class StagingRuntime:
         return None
 
     def launch(self, slot: int, plan: StepPlan) -> None:
-        pack(plan, MAX_LEN, (PageColumns(0, MAX_LEN // PAGE_SIZE),), self.buffers[slot])
+        pack(plan, MAX_LEN, COLUMNS, self.buffers[slot])
         self.rows[slot], self.indices[slot], self.plans[slot] = plan.rows, mask_indices(plan), plan
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:

@@ -237,7 +237,10 @@ def _add_updates(plan: StepPlan, max_len: int, columns: Sequence[PageColumns], p
     tokens: list[Ints] = []
     rows: list[int] = []
     lengths: list[int] = []
+    paged: list[ScheduledSequence] = []
     for r in plan.updated_rows:
+        if r.new_pages:
+            paged.append(r)
         if r.tokens:
             starts.append(r.row * max_len + r.start - r.skipped)
             tokens.append(np.frombuffer(r.tokens, np.int32))
@@ -249,7 +252,6 @@ def _add_updates(plan: StepPlan, max_len: int, columns: Sequence[PageColumns], p
         packed.add("upload_tokens", np.concatenate(tokens))
         packed.add_wide("length_rows", np.array(rows, np.int64))
         packed.add("lengths", np.array(lengths, np.int32))
-    paged = [r for r in plan.updated_rows if r.new_pages]
     if paged and len(columns) == 1 and not columns[0].ring:
         _add_pages(paged, columns[0].count, packed)
     elif paged:
