@@ -29,11 +29,21 @@ def empty_routing(tokens: int, experts: int, top_k: int) -> Routed:
 
 def mixtures(gpu: GpuTraits, rows: tuple[int, ...], bits: tuple[int, ...] = (16, 8)) -> Iterator[Launch]:
     """The kernels of a layer for some numbers of tokens, with 16-bit weights and FP8 in blocks and with row scales."""
+    yield from wide_experts(gpu)
     for tokens in rows:
         yield from routings(gpu, tokens)
         for weight_bits in bits:
             for by_block in BOTH if weight_bits == 8 else (False,):
                 yield from experts(gpu, tokens, weight_bits, by_block)
+
+
+def wide_experts(gpu: GpuTraits) -> Iterator[Launch]:
+    """The down projection of one token with the sizes of Qwen3-235B-A22B in FP8 blocks, which takes two steps."""
+    dtype = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
+    down, scales = half(128, 4096, 1536, dtype=dtype), torch.empty(128, 4096 // 128, 1536 // 128)
+    plan = choose_expert_plan(ExpertKey("down", 8, 16, 4096, 1536, 128, 8, 1), gpu)
+    assert isinstance(plan, GemvPlan) and plan.block_k < 1536
+    yield lambda: down_gemv(half(1, 8, 1536), down, scales, empty_routing(1, 128, 8), plan, gpu.pdl)
 
 
 def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
