@@ -177,7 +177,7 @@ class DecodeStep:
     def scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Allocate the scratch of `run` for partial results."""
         count = self.extra_splits.count if self.extra_splits is not None else 0
-        return split_scratch(query, self.splits, count * self.queries)
+        return split_scratch(query, self.splits, count, self.queries)
 
 
 @dataclass(frozen=True, slots=True)

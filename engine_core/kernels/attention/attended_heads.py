@@ -22,6 +22,7 @@ def store_heads(
     g,
     d,
     scale_stride,
+    queries,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -30,14 +31,14 @@ def store_heads(
     dtype: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Store the query heads of a KV head, of QUERIES adjacent tokens from `token` on.
+    """Store the query heads of a KV head, of `queries` adjacent tokens from `token` on, at most QUERIES.
 
-    acc: [heads, WIDE] float32, token after token, rows past QUERIES * GROUP and elements past D unused; g, d: their
+    acc: [heads, WIDE] float32, token after token, rows past queries * GROUP and elements past D unused; g, d: their
     indices; out: [T, KV_HEADS * GROUP * D] in `dtype`, with each head's absolute maximum, [T, KV_HEADS * GROUP], if
     QUANT is 3; or 8-bit: with the static scale at scales_ptr if QUANT is 1, with one scale per head, [KV_HEADS * GROUP,
     scale_stride], if 2.
     """
-    inside = g < GROUP * QUERIES
+    inside = g < GROUP * queries
     mask = in_head(inside, d, D, WIDE)
     if QUERIES > 1:
         token, g = token + g // GROUP, g % GROUP

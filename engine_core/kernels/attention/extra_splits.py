@@ -60,17 +60,17 @@ def _assign_extra_splits_kernel(
     positions_ptr,
     batch,
     splits,
+    queries,
     BALANCE: tl.constexpr,
     COUNT: tl.constexpr,
     COUNT_PAD: tl.constexpr,
     BATCH_PAD: tl.constexpr,
-    QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n = tl.arange(0, BATCH_PAD)
     mask = n < batch
     wait_for_previous(PDL)
-    length = tl.load(positions_ptr + n * QUERIES + QUERIES - 1, mask=mask, other=0).to(tl.int32) + 1
+    length = tl.load(positions_ptr + n * queries + queries - 1, mask=mask, other=0).to(tl.int32) + 1
     balance = BALANCE + tl.zeros([], tl.int32)
     more = tl.maximum(tl.cdiv(length, balance) - splits, 0)
     total = tl.sum(more, axis=0)
@@ -106,11 +106,11 @@ def assign_extra_splits(
         positions,
         batch,
         splits,
+        queries,
         BALANCE=BALANCE,
         COUNT=count,
         COUNT_PAD=triton.next_power_of_2(count),
         BATCH_PAD=triton.next_power_of_2(batch),
-        QUERIES=queries,
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

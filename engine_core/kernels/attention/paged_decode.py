@@ -98,6 +98,7 @@ def _paged_decode_kernel(
     scale,
     splits,
     least_blocks,
+    queries,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -142,14 +143,14 @@ def _paged_decode_kernel(
             return
         first_extra = tl.load(extra_splits_ptr + b)
         programs += tl.load(extra_splits_ptr + batch + b)
-    position = tl.load(positions_ptr + b * QUERIES).to(tl.int32)
-    row = tl.load(rows_ptr + b * QUERIES).to(tl.int64)
+    position = tl.load(positions_ptr + b * queries).to(tl.int32)
+    row = tl.load(rows_ptr + b * queries).to(tl.int64)
     length = position + 1
     lowest = 0
     if WINDOW is not None:
         lowest = tl.maximum(length - WINDOW, 0)
     if QUERIES > 1:
-        length = tl.load(positions_ptr + b * QUERIES + QUERIES - 1).to(tl.int32) + 1
+        length = tl.load(positions_ptr + b * queries + queries - 1).to(tl.int32) + 1
     first, last, used = split_blocks(length, lowest, split, programs, least_blocks, BLOCK)
     if first >= last:
         return
@@ -165,12 +166,12 @@ def _paged_decode_kernel(
     # be in flight at a time.
     end = tl.minimum(last * BLOCK, length) - 1
     page = tl.load(page_row + page_index(first * BLOCK + n, lowest, end, PAGE_SIZE, RING))
-    query_row = query_ptr + (b * QUERIES).to(tl.int64) * query_stride
+    query_row = query_ptr + (b * queries).to(tl.int64) * query_stride
     if QUERIES > 1:
         # Heads of the tile that are not used take the last query's.
-        number = tl.minimum(g // GROUP, QUERIES - 1)
-        query_position = tl.load(positions_ptr + b * QUERIES + number).to(tl.int32)
-    in_group = in_head(g < GROUP * QUERIES, d, D, WIDE)
+        number = tl.minimum(g // GROUP, queries - 1)
+        query_position = tl.load(positions_ptr + b * queries + number).to(tl.int32)
+    in_group = in_head(g < GROUP * queries, d, D, WIDE)
     in_pool, owner, newest = length, last * BLOCK > position, None
     if ROTARY_PAIRS:
         # The split with the newest position keeps its key and value in registers; the pool provides the earlier ones.
@@ -224,7 +225,7 @@ def _paged_decode_kernel(
 
     if used == 1:
         store_heads(
-            *(out_ptr, out_scales_ptr, b * QUERIES, head, acc, g, d, out_stride),
+            *(out_ptr, out_scales_ptr, b * queries, head, acc, g, d, out_stride, queries),
             *(GROUP, KV_HEADS, D, WIDE, QUANT, query_ptr.dtype.element_ty, QUERIES),
         )
     elif SHARED:
@@ -245,11 +246,21 @@ def _paged_decode_kernel(
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(counters_ptr + pair, 0)
             total = combine_splits(
-                *(group_partial, group_log_sums, used, splits, beyond),
+                *(group_partial, group_log_sums, used, splits, beyond, GROUP * queries),
                 *(EXTRA, tile_heads, COMBINE_ROWS, D, WIDE, CHUNK),
             )
             store_heads(
-                *(out_ptr, out_scales_ptr, b * QUERIES, head, total, tl.arange(0, COMBINE_ROWS), d, out_stride),
+                *(
+                    out_ptr,
+                    out_scales_ptr,
+                    b * queries,
+                    head,
+                    total,
+                    tl.arange(0, COMBINE_ROWS),
+                    d,
+                    out_stride,
+                    queries,
+                ),
                 *(GROUP, KV_HEADS, D, WIDE, QUANT, query_ptr.dtype.element_ty, QUERIES),
             )
 
@@ -309,14 +320,14 @@ def paged_decode(
     tile = tile or choose_tile(head_dim, row_count * kv_heads, query.dtype, keys.dtype)
     count = extra_splits.count if extra_splits is not None else 0
     _paged_decode_kernel[(kv_heads, splits, row_count + count // splits)](
-        *(out, *(scratch or split_scratch(query[:, :heads], splits, count * queries))),
+        *(out, *(scratch or split_scratch(query[:, :heads], splits, count, queries))),
         *(split_counters("paged_decode", query.device), query, keys, values, rows, positions, page_table.pages, scales),
         *(
             extra_splits.plan if extra_splits is not None else positions,
             *_optional(rotation, quantized, amax, positions),
         ),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
-        triton.cdiv(least or min_split_positions(row_count * kv_heads), tile.positions),
+        *(triton.cdiv(least or min_split_positions(row_count * kv_heads), tile.positions), queries),
         **(page_table.constants | {"KV_HEADS": kv_heads}),
         **_variant(window, softcap, scales, rotation, delay_next, quantized, amax),
         **_options(tile, heads // kv_heads, queries, head_dim, query.dtype, pdl, early, splits, count),
@@ -372,16 +383,17 @@ def _variant(
     }
 
 
-def split_scratch(query: Tensor, splits: int, extra_splits: int = 0) -> tuple[Tensor, Tensor]:
+def split_scratch(query: Tensor, splits: int, extra_splits: int = 0, queries: int = 1) -> tuple[Tensor, Tensor]:
     """Allocate the partial results of split rows.
 
-    The last program of a row combines them. extra: number of extra splits of a KV head.
+    The last program of a row combines them. extra: number of extra splits of a KV head; queries: tokens of a row; the
+    results have room for `padded_queries`.
 
     Returns the outputs and the base-2 log-sum-exps, both float32, [(B * splits + extra) * heads * D] and [(B * splits +
-    extra) * heads]; empty for a single split without extra ones.
+    extra) * heads] for B rows; empty for a single split without extra ones.
     """
-    rows = query.shape[0] * splits + extra_splits if splits > 1 or extra_splits else 0
-    count = rows * query.shape[1]
+    rows = query.shape[0] // queries * splits + extra_splits if splits > 1 or extra_splits else 0
+    count = rows * padded_queries(queries) * query.shape[1]
     partial = torch.empty(count * query.shape[2], dtype=torch.float32, device=query.device)
     return partial, torch.empty(count, dtype=torch.float32, device=query.device)
 
@@ -397,6 +409,7 @@ def _options(
     splits: int,
     extra_splits: int,
 ) -> dict[str, object]:
+    queries = padded_queries(queries)
     heads = group * queries
     combine_rows = triton.next_power_of_2(heads)
     wide = queries == 1 and combine_rows >= WIDE_GROUP
@@ -420,6 +433,14 @@ def _options(
         **({"maxnreg": EARLY_REGISTERS} if early else {}),
         **({"launch_pdl": True} if pdl else {}),
     }
+
+
+def padded_queries(queries: int) -> int:
+    """Return the number of queries that a tile has room for: 1, 4 or 8.
+
+    With each number compiled for itself, the start of a server that verifies up to 7 drafts would take twice as long.
+    """
+    return 1 if queries == 1 else max(4, triton.next_power_of_2(queries))
 
 
 def _check_queries(tokens: int, queries: int, rotation: Rotation | None) -> None:

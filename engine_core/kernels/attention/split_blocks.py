@@ -32,6 +32,7 @@ def combine_splits(
     used,
     splits,
     beyond,
+    heads,
     EXTRA: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -42,7 +43,7 @@ def combine_splits(
     """Combine the partial outputs of splits, weighted by their softmax sums.
 
     used: number of splits; beyond: offset from the end of the outputs of a row's own `splits` to those of its extra
-    splits. Returns [ROWS, WIDE] float32.
+    splits; heads: number of heads that have outputs, at most GROUP. Returns [ROWS, WIDE] float32.
     """
     g = tl.arange(0, ROWS)
     d = tl.arange(0, WIDE)
@@ -51,7 +52,7 @@ def combine_splits(
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     for start in range(0, used, CHUNK):
         s = start + tl.arange(0, CHUNK)
-        mask = (s < used)[:, None] & (g < GROUP)[None, :]
+        mask = (s < used)[:, None] & (g < heads)[None, :]
         index = s
         if EXTRA:
             index = tl.where(s < splits, s, s + beyond)
@@ -71,4 +72,4 @@ def combine_splits(
         weight = weight * shrink + tl.sum(w, axis=0)
         acc = acc * shrink[:, None] + tl.sum(out * w[:, :, None], axis=0)
         best = new_best
-    return acc / tl.where(g < GROUP, weight, 1.0)[:, None]
+    return acc / tl.where(g < heads, weight, 1.0)[:, None]

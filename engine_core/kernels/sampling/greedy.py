@@ -36,7 +36,6 @@ def _greedy_kernel(
     max_len,
     vocab,
     BLOCK: tl.constexpr,
-    PUBLISH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     index = tl.program_id(1)
@@ -50,16 +49,14 @@ def _greedy_kernel(
     x = load_logits(raw, ids, ids < vocab)
     if row == 0:
         if tile == 0:
-            write_token(
-                *(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, 0, PUBLISH)
-            )
+            write_token(*(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, 0))
         return
     best, largest = best_of_tile(x, raw, tile * BLOCK, vocab)
     best = combine_tiles(winner_ptr, arrivals_ptr, index, classify_tile(best, largest), tl.num_programs(0))
     if best != NOTHING:
         write_token(
             *(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len),
-            *(index, row, position, token_of(best), PUBLISH),
+            *(index, row, position, token_of(best)),
         )
 
 
@@ -81,9 +78,8 @@ def sample_greedy(batch: SamplingBatch, tables: SamplingTables, scratch: Samplin
         scratch.arrivals,
         logits.stride(0),
         tokens.stride(0),
-        tokens.shape[1],
+        batch.published_len(tokens),
         logits.shape[1],
         BLOCK=scratch.tile,
-        PUBLISH=batch.publish,
         **scratch.launch_options(num_warps_for(scratch.tile)),
     )

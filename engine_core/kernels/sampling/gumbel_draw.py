@@ -142,7 +142,6 @@ def _draw_kernel(
     PER_TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     FULL: tl.constexpr,
-    PUBLISH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     number = tl.program_id(0)
@@ -161,9 +160,7 @@ def _draw_kernel(
     if (row == 0) | (temperature == 0.0) | is_infinite(top):
         if number == 0:
             token = tl.where(row == 0, 0, token_of(largest))
-            write_token(
-                *(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token, PUBLISH)
-            )
+            write_token(*(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token))
             if FULL:
                 tl.store(candidate_ptr, DONE)
                 tl.store(mass_mode_ptr + index, 0)
@@ -204,9 +201,7 @@ def _draw_kernel(
             tl.store(row_best_ptr + index, largest)
             tl.store(mass_mode_ptr + index, tl.where(needs_weighing & (not settled), tl.where(is_adjusted, 2, 1), 0))
     if settled:
-        write_token(
-            *(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token, PUBLISH)
-        )
+        write_token(*(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token))
 
 
 def row_best(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
@@ -255,11 +250,10 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
         logits.stride(0),
         scratch.adjusted.stride(0),
         tokens.stride(0),
-        tokens.shape[1],
+        batch.published_len(tokens),
         scratch.vocab_size,
         tiles,
         **scratch.segment_sizes(),
         FULL=full,
-        PUBLISH=batch.publish,
         **scratch.launch_options(DRAW_WARPS),
     )

@@ -79,6 +79,13 @@ class SamplingBatch:
     publish: bool = True
     """False to write nothing but `sampled`: several tokens of a row are sampled at once, and only some will be its."""
 
+    def published_len(self, tokens: Tensor) -> int:
+        """Return the number of leading columns of the token table that the kernels may write: none without `publish`.
+
+        As an argument it needs no further compiled kernels.
+        """
+        return tokens.shape[1] if self.publish else 0
+
     def part(self, first: int, last: int) -> "SamplingBatch":
         """Return rows `first` to `last` (exclusive) as views."""
         rows = slice(first, last)

@@ -210,7 +210,6 @@ def _rejection_resample_kernel(
     GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
-    PUBLISH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     index = tl.program_id(0)
@@ -305,7 +304,7 @@ def _rejection_resample_kernel(
             SEGMENT,
             BLOCK,
         )
-    write_token(*(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token, PUBLISH))
+    write_token(*(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token))
 
 
 def rejection_resample(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
@@ -338,14 +337,13 @@ def rejection_resample(batch: SamplingBatch, tables: SamplingTables, scratch: Sa
         logits.stride(0),
         scratch.adjusted.stride(0),
         tokens.stride(0),
-        tokens.shape[1],
+        batch.published_len(tokens),
         scratch.vocab_size,
         scratch.num_tiles,
         **scratch.segment_sizes(),
         GROUPS=tile // scratch.group,
         CAPACITY=scratch.found_ids.shape[1],
         BLOCK=tile,
-        PUBLISH=batch.publish,
         maxnreg=64,
         **scratch.launch_options(min(MAX_WARPS, max(1, tile // 256))),
     )

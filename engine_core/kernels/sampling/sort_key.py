@@ -9,7 +9,6 @@ Row 0 is padding: its sampled token is 0, and only table entries that no sequenc
 A row whose model logits contain NaN or +inf, or -inf only, has no distribution: its sampled token is -1.
 """
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: N803
 
 import torch
 import triton
@@ -139,20 +138,18 @@ def write_token(
     row,
     position,
     token,
-    PUBLISH: tl.constexpr,
 ):
-    """Write a sampled token to the result and, with PUBLISH, to the token table, and the row's length.
+    """Write a sampled token to the result and to the token table, and the row's length.
 
-    In the table it takes the position after `position`. A position past the end of the table is dropped, and the
-    padding row only ever writes position 1 and keeps its length. -1 becomes id 0 in the table, because the next step,
-    which may be launched already, reads an embedding there.
+    In the table it takes the position after `position`. A position from `max_len` on is dropped, and the padding row
+    only ever writes position 1 and keeps its length. -1 becomes id 0 in the table, because the next step, which may be
+    launched already, reads an embedding there.
     """
     tl.store(sampled_ptr + index, token)
-    if PUBLISH:
-        offset = position.to(tl.int64) + 1
-        mask = (offset < max_len) & ((row > 0) | (offset == 1))
-        tl.store(tokens_ptr + row * token_stride + offset, tl.maximum(token, 0), mask=mask)
-        tl.store(lengths_ptr + row, (offset + 1).to(tl.int32), mask=mask & (row > 0))
+    offset = position.to(tl.int64) + 1
+    mask = (offset < max_len) & ((row > 0) | (offset == 1))
+    tl.store(tokens_ptr + row * token_stride + offset, tl.maximum(token, 0), mask=mask)
+    tl.store(lengths_ptr + row, (offset + 1).to(tl.int32), mask=mask & (row > 0))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 from tandem.engine_core.kernels.speculation import reference
-from tandem.engine_core.kernels.speculation.draft_tokens import load_drafts
+from tandem.engine_core.kernels.speculation.draft_tokens import MAX_QUERIES, load_drafts
 
 DRAFTS_SHIFT = tl.constexpr(reference.DRAFTS_SHIFT)
 SOURCE_SHIFT = tl.constexpr(reference.SOURCE_SHIFT)
@@ -29,7 +29,7 @@ def _accept_kernel(
     ints_ptr,
     token_stride,
     max_len,
-    QUERIES: tl.constexpr,
+    queries,
     PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -37,12 +37,12 @@ def _accept_kernel(
     i = tl.arange(0, PAD)
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
-    sampled = tl.load(sampled_ptr + index * QUERIES + i, mask=i < QUERIES, other=-1)
+    sampled = tl.load(sampled_ptr + index * queries + i, mask=i < queries, other=-1)
     source = tl.load(sources_ptr + index)
     length = tl.load(lengths_ptr + row)
-    drafts, proposed, limit = load_drafts(tokens_ptr, ints_ptr, row, length, token_stride, max_len, i, QUERIES)
+    drafts, proposed, limit = load_drafts(tokens_ptr, ints_ptr, row, length, token_stride, max_len, i, queries)
     matches = (i < proposed) & (sampled == drafts)
-    accepted = tl.min(tl.where(matches, QUERIES, i), axis=0)
+    accepted = tl.min(tl.where(matches, queries, i), axis=0)
     count = tl.maximum(tl.minimum(accepted + 1, limit - length), 0)
     packed = count | (proposed << DRAFTS_SHIFT) | (source << SOURCE_SHIFT)
     tl.store(counts_ptr + index, tl.where(row > 0, packed, 0))
@@ -69,8 +69,8 @@ def accept(
     if len(rows):
         _accept_kernel[(len(rows),)](
             *(sampled, counts, sources, rows, tokens, tables.lengths, tables.ints, tokens.stride(0), tokens.shape[1]),
-            QUERIES=queries,
-            PAD=triton.next_power_of_2(queries),
+            queries,
+            PAD=MAX_QUERIES,
             PDL=pdl,
             num_warps=1,
             **({"launch_pdl": True} if pdl else {}),

@@ -15,6 +15,9 @@ from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
 PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
 MAX_DRAFTS = tl.constexpr(INT_COLUMNS.index("max_drafts"))
 PREDICTION_LEN = tl.constexpr(INT_COLUMNS.index("prediction_len"))
+MAX_QUERIES = 8
+"""Maximum number of tokens of a row. The kernels have room for as many, whatever their number: each number would be
+compiled for itself, which takes a start longer than the kernels ever save."""
 
 
 @triton.jit
@@ -24,14 +27,14 @@ def load_int(ints_ptr, row, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def load_drafts(tokens_ptr, ints_ptr, row, length, token_stride, max_len, i, QUERIES: tl.constexpr):
+def load_drafts(tokens_ptr, ints_ptr, row, length, token_stride, max_len, i, queries):
     """Load the drafts of a row, and return them with their number and the row's maximum length.
 
     The number ends at the first missing draft, and excludes positions that are never computed: the last token of a row
-    has no KV. i: indices from 0 to at least QUERIES - 1; row: int64.
+    has no KV. i: indices from 0 to at least queries - 1; row: int64.
     """
     limit = load_int(ints_ptr, row, TOTAL_LEN)
-    inside = (i < QUERIES - 1) & (length + i < tl.minimum(limit - 1, max_len))
+    inside = (i < queries - 1) & (length + i < tl.minimum(limit - 1, max_len))
     drafts = tl.load(tokens_ptr + row * token_stride + length + i, mask=inside, other=-1)
-    count = tl.min(tl.where(drafts >= 0, QUERIES - 1, tl.minimum(i, QUERIES - 1)), axis=0)
+    count = tl.min(tl.where(drafts >= 0, queries - 1, tl.minimum(i, queries - 1)), axis=0)
     return drafts, count, limit

@@ -14,7 +14,13 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.sampling.columns import TOTAL_LEN
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 from tandem.engine_core.kernels.speculation import reference
-from tandem.engine_core.kernels.speculation.draft_tokens import MAX_DRAFTS, PREDICTION_LEN, PROMPT_LEN, load_int
+from tandem.engine_core.kernels.speculation.draft_tokens import (
+    MAX_DRAFTS,
+    MAX_QUERIES,
+    PREDICTION_LEN,
+    PROMPT_LEN,
+    load_int,
+)
 from tandem.engine_core.kernels.speculation.reference import NgramRule
 
 BLOCK, WARPS = 1024, 4
@@ -48,7 +54,7 @@ def _match_lengths(text_ptr, ends, inside, row_ptr, length, generated, ANCHORED:
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drafts"])
 def _ngram_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -59,10 +65,10 @@ def _ngram_kernel(
     token_stride,
     prediction_stride,
     max_len,
+    drafts,
     MIN: tl.constexpr,
     MAX: tl.constexpr,
     SCAN: tl.constexpr,
-    DRAFTS: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     PREDICTS: tl.constexpr,
@@ -121,7 +127,7 @@ def _ngram_kernel(
             token = tl.where(
                 from_text, tl.load(text_ptr + at, mask=found & from_text & (at < predicted), other=-1), token
             )
-        tl.store(row_ptr + length + i, token, mask=(i < DRAFTS) & (length + i < max_len))
+        tl.store(row_ptr + length + i, token, mask=(i < drafts) & (length + i < max_len))
     tl.store(sources_ptr + index, source)
 
 
@@ -142,12 +148,11 @@ def propose_ngrams(
     if len(rows):
         _ngram_kernel[(len(rows),)](
             *(tokens, tables.lengths, tables.ints, predictions, rows, sources),
-            *(tokens.stride(0), predictions.stride(0), tokens.shape[1]),
+            *(tokens.stride(0), predictions.stride(0), tokens.shape[1], drafts),
             MIN=rule.min_match,
             MAX=rule.max_match,
             SCAN=rule.max_scan,
-            DRAFTS=drafts,
-            PAD=triton.next_power_of_2(drafts),
+            PAD=MAX_QUERIES,
             BLOCK=BLOCK,
             PREDICTS=predictions.shape[1] > 0,
             PDL=pdl,

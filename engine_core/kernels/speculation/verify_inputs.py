@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import slots_of
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
-from tandem.engine_core.kernels.speculation.draft_tokens import load_drafts
+from tandem.engine_core.kernels.speculation.draft_tokens import MAX_QUERIES, load_drafts
 from tandem.engine_core.kernels.speculation.reference import VerifyTokens
 
 
@@ -37,27 +37,27 @@ def _verify_inputs_kernel(
     table_stride,
     max_len,
     count,
+    queries,
     COLUMNS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
-    QUERIES: tl.constexpr,
     PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     index = tl.program_id(0)
     i = tl.arange(0, PAD)
-    mask = i < QUERIES
+    mask = i < queries
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
     length = tl.load(lengths_ptr + row)
-    _, drafts, limit = load_drafts(tokens_ptr, ints_ptr, row, length, token_stride, max_len, i, QUERIES)
+    _, drafts, limit = load_drafts(tokens_ptr, ints_ptr, row, length, token_stride, max_len, i, queries)
     drafts = tl.where(row > 0, drafts, 0)
     newest = tl.where(row > 0, tl.maximum(tl.minimum(length, limit - 1) - 1, 0), 0)
     position = newest + tl.minimum(i, drafts)
     is_live = i <= drafts
     is_sampled = is_live & (row > 0) & (length < limit)
     token = tl.load(tokens_ptr + row * token_stride + position, mask=mask, other=0)
-    offs = index * QUERIES + i
+    offs = index * queries + i
     tl.store(input_ids_ptr + offs, token.to(tl.int64), mask=mask)
     for group in tl.static_range(len(COLUMNS)):
         column = position // PAGE_SIZE
@@ -97,12 +97,11 @@ def verify_inputs(
     if batch:
         _verify_inputs_kernel[(batch,)](
             *(ids, slots, token_rows, positions, *samples, tokens, tables.lengths, tables.ints, pages, rows),
-            *(tokens.stride(0), pages.stride(0), tokens.shape[1], count),
+            *(tokens.stride(0), pages.stride(0), tokens.shape[1], count, queries),
             COLUMNS=tuple((t.pages.storage_offset() - pages.storage_offset(), t.ring) for t in page_tables),
             PAGE_SIZE=page_tables[0].page_size,
             PAGE_STRIDE=page_tables[0].page_stride,
-            QUERIES=queries,
-            PAD=triton.next_power_of_2(queries),
+            PAD=MAX_QUERIES,
             PDL=pdl,
             num_warps=1,
             **({"launch_pdl": True} if pdl else {}),

@@ -62,7 +62,7 @@ def _combine_kernel(
     WIDE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    out = combine_splits(partial_ptr, log_sums_ptr, used, splits, beyond, EXTRA, GROUP, ROWS, D, WIDE, CHUNK)
+    out = combine_splits(partial_ptr, log_sums_ptr, used, splits, beyond, GROUP, EXTRA, GROUP, ROWS, D, WIDE, CHUNK)
     tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :], out)
 
 

@@ -158,7 +158,7 @@ def _write_kernel(sampled_ptr, tokens_ptr, lengths_ptr, rows_ptr, positions_ptr,
     index = tl.program_id(0)
     row, position = tl.load(rows_ptr + index).to(tl.int64), tl.load(positions_ptr + index)
     token = tl.load(drawn_ptr + index)
-    write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token, True)
+    write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
 
 
 def test_tokens_are_written_within_their_rows_alone(device: str) -> None:
