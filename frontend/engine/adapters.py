@@ -1,5 +1,7 @@
 """The adapters that an engine serves, as a frontend knows them."""
 
+from collections.abc import Iterator
+
 from tandem.protocol.events import AdapterFacts, AdapterList
 
 
@@ -12,6 +14,9 @@ class KnownAdapters:
 
     def __contains__(self, name: object) -> bool:
         return name in self._facts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
 
     @property
     def all(self) -> list[AdapterFacts]:

@@ -1,6 +1,8 @@
 """Names under which a server offers its model."""
 
-from collections.abc import Container
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -9,6 +11,16 @@ from tandem.protocol.engine_options import ANY_NAME
 
 MAX_SHOWN_CHARS = 100
 """Maximum characters of an unknown name in an error message."""
+MAX_LISTED = 20
+"""Maximum number of known names in such a message."""
+
+
+class Adapters(Protocol):
+    """Names of adapters."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
 
 
 class ServedNames(Struct, frozen=True):
@@ -28,7 +40,7 @@ class ServedNames(Struct, frozen=True):
         """
         return tuple(name for name in self.names if name != ANY_NAME) or (own,)
 
-    def resolve(self, name: str | None, own: str, adapters: Container[str] = ()) -> str:
+    def resolve(self, name: str | None, own: str, adapters: Adapters = ()) -> str:
         """Return the model name for the response.
 
         The first listed name is the default. adapters: further names. Raises ApiError 404 for an unknown name.
@@ -37,7 +49,7 @@ class ServedNames(Struct, frozen=True):
         if not name:
             return listed[0]
         if name not in listed and name not in adapters and not self.accepts_any:
-            known = ", ".join([repr(known) for known in listed])
+            known = ", ".join([repr(known) for known in islice(chain(listed, adapters), MAX_LISTED)])
             shown = repr(name[:MAX_SHOWN_CHARS])
             raise ApiError(
                 404, f"the model {shown} does not exist; this server has {known}", "model", "model_not_found"

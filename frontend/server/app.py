@@ -98,19 +98,22 @@ def build_routers(service: Service) -> list[APIRouter]:
 def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
     """Serve `/openapi.json`.
 
-    It names the model once the engine is ready. It is cached by model name, since building it takes tens of
-    milliseconds.
+    It names the model and its adapters once the engine is ready. The last one is cached, since building it takes tens
+    of milliseconds.
     """
-    built: dict[str | None, dict[str, Any]] = {}
+    built: dict[tuple[str, ...] | None, dict[str, Any]] = {}
 
     def openapi() -> dict[str, Any]:
         own = service.client.ready().model.name if service.client.health().takes_requests else None
-        if own not in built:
-            names = None if own is None or service.names.accepts_any else service.names.listed(own)
-            built[own] = document(app, routers, service.keys.is_required, names)
+        names = None
+        if own is not None and not service.names.accepts_any:
+            names = tuple(dict.fromkeys([*service.names.listed(own), *service.client.adapters]))
+        if names not in built:
+            built.clear()
+            built[names] = document(app, routers, service.keys.is_required, names)
             if service.config.root_path:
-                built[own]["servers"] = [{"url": service.config.root_path}]
-        return built[own]
+                built[names]["servers"] = [{"url": service.config.root_path}]
+        return built[names]
 
     app.openapi = openapi  # type: ignore[method-assign]
 

@@ -75,6 +75,17 @@ def test_model_chooses_an_adapter_in_every_api(serving: Serving) -> None:
         assert found[BASE] != found["first"], path
 
 
+def test_a_grammar_and_an_adapter_go_together(serving: Serving) -> None:
+    body = {
+        "model": "first",
+        "messages": MESSAGES,
+        "max_tokens": 64,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}},
+    }
+    status, answer = serving.post("/v1/chat/completions", body)
+    assert status == 200 and json.loads(answer["choices"][0]["message"]["content"]) in ("yes", "no")
+
+
 def test_models_lists_adapters_with_their_parent(serving: Serving, root: Path) -> None:
     cards = {card["id"]: card for card in json.loads(serving.get("/v1/models")[1])["data"]}
     assert cards["first"]["parent"] == BASE and cards["first"]["root"] == str(root / "first")
