@@ -7,12 +7,14 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from msgspec import Struct
 
 from tandem.engine_core.config import GPU_SHARE, StepConfig
 from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.layers.lora_linear import LoraSlots
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES, Loadable
@@ -56,6 +58,16 @@ def dummy_bytes(source: ModelSource) -> int:
     return model_bytes(build_model(source.model, context))
 
 
+def adapter_bytes(config: StepConfig, source: ModelSource) -> int:
+    """Return the bytes of the slots of adapters, 0 without --enable-lora."""
+    if not config.max_adapters:
+        return 0
+    context = torch_build_context(torch.device("meta"), source.dtype, source.model.quantization)
+    lora = LoraSlots(config.max_adapters, config.options.max_lora_rank, context.kernels.group_tokens)
+    build_model(source.model, replace(context, lora=lora))
+    return lora.num_bytes
+
+
 def model_bytes(model: Loadable) -> int:
     """Return the bytes of all parameters of a model; its tensors may be on the meta device, without memory."""
     # Parameters may be views of one tensor.
@@ -81,7 +93,8 @@ def memory_demand(config: StepConfig, source: ModelSource, weights: int, total: 
     pool = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * source.layout.token_bytes
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     # The existing checks refuse a model that no GPU of this size holds.
-    needed = min(weights + state_sizes(config, source).rows + pool, total)
+    fixed = weights + adapter_bytes(config, source) + state_sizes(config, source).rows
+    needed = min(fixed + pool, total)
     return MemoryDemand(needed, needed if pool else max(needed, int(total * share)))
 
 

@@ -32,7 +32,7 @@ from tandem.engine_core.models.registry import (
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
 from tandem.engine_core.startup import pool_text
 from tandem.engine_core.startup.device import check_gpu, check_installed
-from tandem.engine_core.startup.device_memory import model_bytes, weight_bytes
+from tandem.engine_core.startup.device_memory import adapter_bytes, model_bytes, weight_bytes
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, short_pool, size_pool
 from tandem.engine_core.startup.runtime import ModelSource, state_sizes
@@ -94,6 +94,7 @@ def preflight(
         is_cpu = resolved.config.device == "cpu"
         free, total = (cpu_free(), cpu_total()) if is_cpu else (gpus[0].free, gpus[0].total)
         try:
+            weights += adapter_bytes(resolved.config, resolved.source)
             memory, pool = _pool(resolved, weights, free, total)
         except ConfigError as error:
             shortage = str(error)

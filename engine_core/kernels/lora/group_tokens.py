@@ -16,7 +16,8 @@ from tandem.engine_core.kernels.lora.adapter_tokens import AdapterBlocks, Adapte
 FEW_TOKENS = 256
 """Largest number of tokens with small blocks, as few of them have the same adapter."""
 SMALL_BLOCK, LARGE_BLOCK = 16, 64
-_CHUNK = 256
+_TILE = 4096
+"""Comparisons of slots that a program makes at once: of a chunk of tokens with all slots."""
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -72,7 +73,7 @@ def group_tokens(slots: Tensor, max_slots: int, pdl: bool = False) -> AdapterTok
     """
     tokens = len(slots)
     size = SMALL_BLOCK if tokens <= FEW_TOKENS else LARGE_BLOCK
-    count = max_blocks(tokens, max_slots, size)
+    count, width = max_blocks(tokens, max_slots, size), triton.next_power_of_2(max_slots + 1)
     order = torch.empty(count, size, dtype=torch.int32, device=slots.device)
     blocks = torch.empty(count, dtype=torch.int32, device=slots.device)
     _group_tokens_kernel[(max_slots,)](
@@ -82,9 +83,9 @@ def group_tokens(slots: Tensor, max_slots: int, pdl: bool = False) -> AdapterTok
         tokens,
         count,
         LAST=max_slots,
-        WIDTH=triton.next_power_of_2(max_slots + 1),
+        WIDTH=width,
         M=size,
-        CHUNK=_CHUNK,
+        CHUNK=min(256, _TILE // width),
         PDL=pdl,
         **({"launch_pdl": True} if pdl else {}),
     )

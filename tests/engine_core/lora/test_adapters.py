@@ -201,6 +201,23 @@ def test_sequences_keep_the_version_that_they_began_with() -> None:
     assert old.slot == 0 and world.loader.dropped == [old.version]
 
 
+def test_files_are_read_once_for_each_load() -> None:
+    """SkyRL#1606: an adapter that replaces another is not read again by the steps that use it."""
+    world = World(1)
+    world.load("a")
+    new = world.load("a", replaces=True)
+    assert new is not None
+    for _ in range(3):
+        world.adapters.open(new)
+        if world.adapters.defers(new):
+            world.finish_place()
+        release = world.adapters.acquire(new)
+        world.adapters.close(new)
+        release()
+        world.adapters.advance(world.now)
+    assert len(world.loader.read_paths) == 2 and len(world.loader.placed) == 1
+
+
 def test_waiting_sequences_of_an_adapter_that_cannot_be_placed_are_told() -> None:
     world = World(1)
     adapter = loaded(world, "a")

@@ -5,15 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.lora.adapter_loader import ThreadedLoader
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.startup.device_memory import adapter_bytes
+from tandem.engine_core.startup.engine import resolve_engine
+from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure
+from tests.e2e.test_families import FAMILIES
 from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.lora_engine import LoraEngine
 from tests.support.lora_folder import ALL, merge, write_adapter
 from tests.support.model_folder import write_model
+from tests.support.parity import SMALL, save_random
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -211,11 +218,12 @@ def test_an_adapter_of_the_flags_that_cannot_be_loaded_refuses_the_start(model: 
         LoraEngine.start(model, {"a": tmp_path / "nothing"})
 
 
-def test_loads_and_unloads_disturb_no_stream(model: Path) -> None:
+@pytest.mark.parametrize("rounds", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_loads_and_unloads_disturb_no_stream(rounds: int, model: Path) -> None:
     kept, other = adapter_of(model, "kept"), adapter_of(model, "other", seed=3, rank=2, targets=("o_proj",))
     engine = LoraEngine.start(model, {"kept": kept}, max_loras=2)
     expected = engine.answers((PROMPT, "kept"), (PROMPT, ""))
-    for round_ in range(100):
+    for round_ in range(rounds):
         ids = [engine.ask(PROMPT, "kept"), engine.ask(PROMPT)]
         assert engine.load("x", other).ok
         if round_ % 3 == 0:
@@ -247,3 +255,22 @@ def test_an_unknown_adapter_is_refused(model: Path) -> None:
     engine.run()
     outcome = engine.outcome(request_id)
     assert isinstance(outcome, Failure) and outcome.code is ErrorCode.MODEL_NOT_FOUND
+
+
+def test_the_memory_of_adapters_is_known_before_the_start(model: Path) -> None:
+    engine = LoraEngine.start(model, max_loras=3, max_lora_rank=5)
+    runtime = engine.engine.runtime
+    assert isinstance(runtime, TorchRuntime) and runtime.adapters is not None
+    options = EngineOptions(model=str(model), device="cpu", enable_lora=True, max_loras=3, max_lora_rank=5)
+    resolved = resolve_engine(options, cuda=False)
+    assert adapter_bytes(resolved.config, resolved.source) == runtime.adapters.lora.num_bytes > 0
+    without = resolve_engine(structs.replace(options, enable_lora=False), cuda=False)
+    assert adapter_bytes(without.config, without.source) == 0
+
+
+def test_recurrent_models_refuse_adapters(tmp_path: Path) -> None:
+    from transformers import Qwen3_5TextConfig
+
+    save_random(tmp_path, Qwen3_5TextConfig(**SMALL | FAMILIES["qwen3_5"][1]))
+    with pytest.raises(ConfigError, match="--enable-lora"):
+        resolve_engine(EngineOptions(model=str(tmp_path), device="cpu", enable_lora=True), cuda=False)
