@@ -162,19 +162,20 @@ class StateCache:
         No step in flight holds it. If the model failed, the checkpoints of its path may hold NaN and are dropped.
         """
         self._producers.pop(seq.id, None)
-        seq.cache.cuts = []
-        if self._unplan_load(seq):
-            if seq.outcome is not None:
-                self.drop_restart(seq)
-            return  # The row has another state than the host counts.
+        seq.cache.cuts, nodes = [], seq.cache.nodes
+        is_loaded = not self._unplan_load(seq)
         if seq.is_broken:
-            for node in seq.cache.nodes:
-                # A sequence that is about to load one finds out by itself.
-                if not self.slots.is_locked(node):
-                    self.forget(node)
-            return
-        position = self.covered(seq.num_scheduled_tokens)
+            # A sequence that is about to load one finds out by itself.
+            for node in [node for node in nodes if not self.slots.is_locked(node)]:
+                self.forget(node)
         if seq.outcome is not None:
+            self.drop_restart(seq)
+        if seq.is_broken or not is_loaded:
+            return  # Without its load, the row has another state than the host counts.
+        position = self.covered(seq.num_scheduled_tokens)
+        depth = position // self._tree.page_size
+        is_known = 0 < depth <= len(nodes) and nodes[depth - 1] in self.slots
+        if seq.outcome is not None or is_known:
             self._publish(seq, position)
         elif position and (slot := self.slots.acquire(_private(seq), position)) is not None:
             seq.cache.restart = position

@@ -230,6 +230,17 @@ def test_a_preempted_prompt_has_a_checkpoint_for_itself() -> None:
     assert found.audit() == []
 
 
+def test_a_preempted_sequence_shares_the_checkpoint_that_its_path_has() -> None:
+    found = scheduler()
+    seq = request(1, 10, 100, max_tokens=9)
+    chunks(found, seq)
+    found.preempt(seq)
+    assert (seq.cache.restart, states(found).slots.used) == (0, 1)
+    found.admit_waiting()
+    assert seq.num_scheduled_tokens == 96
+    assert found.audit() == []
+
+
 def test_a_preempted_sequence_that_is_aborted_leaves_no_checkpoint() -> None:
     found = scheduler(step=128, chunk=128)
     seq = request(1, 10, 300)
