@@ -24,6 +24,7 @@ from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.plan import PADDING_ROW
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.startup.engine import build_engine
+from tandem.engine_core.startup.step_timing import fill_inputs
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
@@ -48,7 +49,7 @@ def profile(runtime: Any, rows: int, tokens: int) -> None:
         graph = mixed.forward
     else:
         graph = runtime.graphs.decode[0][rows].forward
-    runtime.slots[0].device_inputs.zero_()
+    fill_inputs(runtime, GraphBucket(rows, tokens))
     graph.replay()
     runtime.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:

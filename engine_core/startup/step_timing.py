@@ -157,11 +157,7 @@ def _beside_rows(least: tuple[int, float], most: tuple[int, float], config: Step
 
 def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, again: bool = True) -> float:
     """Time a graph of the first slot; with `again`, its second replay."""
-    # All inputs are padding: data of the last step would be read as rows and positions.
-    inputs, max_len = runtime.slots[0].device_inputs.zero_(), runtime.tables.tokens.shape[1]
-    if runtime.kv.recurrent:
-        filled = torch.tensor(distinct_rows(bucket, len(runtime.tables.tokens) - 1, max_len), dtype=torch.int32)
-        inputs[: filled.numel()] = filled.flatten().to(inputs.device)
+    fill_inputs(runtime, bucket)
     if bucket.num_prefill_tokens:
         mixed = graphs.mixed[0][bucket]
         # The planner may hold the plan of a larger step, with tiles outside a smaller graph's queries.
@@ -174,6 +170,15 @@ def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, 
     if again:
         calls[0]()
     return _milliseconds(runtime, *calls)
+
+
+def fill_inputs(runtime: TorchRuntime, bucket: GraphBucket) -> None:
+    """Write the inputs of a graph of the first slot: padding, and for recurrent layers `distinct_rows`."""
+    # Data of the last step would be read as rows and positions.
+    inputs, max_len = runtime.slots[0].device_inputs.zero_(), runtime.tables.tokens.shape[1]
+    if runtime.kv.recurrent:
+        filled = torch.tensor(distinct_rows(bucket, len(runtime.tables.tokens) - 1, max_len), dtype=torch.int32)
+        inputs[: filled.numel()] = filled.flatten().to(inputs.device)
 
 
 def distinct_rows(bucket: GraphBucket, max_rows: int, max_len: int) -> tuple[list[int], list[int]]:
