@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.protocol.codec import read_drafts, runs
 from tandem.protocol.errors import ErrorCode
@@ -21,6 +22,10 @@ from tandem.protocol.events import (
 logger = logging.getLogger(__name__)
 
 Terminal = Finished | Failure
+
+MAX_UNUSED_STEPS = 32
+"""Maximum number of steps at the end of a stream with accepted drafts of which none may be used: those that the engine
+computes until a stop string is found and the abort arrives."""
 
 
 class Turn:
@@ -179,8 +184,8 @@ class TokenStream:
     """
 
     __slots__ = (
-        *("_is_ready", "_logprobs", "_pending", "_ready_set", "_terminal"),
-        *("cached_tokens", "choice", "drafts", "is_started", "queued_tokens", "request_id", "times"),
+        *("_accepted", "_drafts", "_is_ready", "_logprobs", "_num_tokens", "_pending", "_ready_set", "_terminal"),
+        *("cached_tokens", "choice", "is_started", "queued_tokens", "request_id", "times"),
     )
 
     def __init__(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int = 0) -> None:
@@ -196,8 +201,12 @@ class TokenStream:
         prompt with the first one."""
         self.times: SequenceTimes | None = None
         """Times in the engine, for traced requests."""
-        self.drafts = DraftCounts()
-        """Drafts that were verified for the request so far."""
+        self._drafts = DraftCounts()
+        """Drafts that were verified for the request so far, whether or not their tokens are used."""
+        self._accepted: deque[tuple[int, int, bool]] = deque(maxlen=MAX_UNUSED_STEPS)
+        """Of the last steps that accepted drafts: the number of tokens up to the last accepted one, the number of
+        accepted drafts, and whether they are from the prediction."""
+        self._num_tokens = 0
         self._ready_set = ready_set
         self._pending: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -207,11 +216,33 @@ class TokenStream:
     def put(self, tokens: Sequence[int]) -> None:
         """Append tokens of the output."""
         self.is_started, self.queued_tokens = True, 0
+        self._num_tokens += len(tokens)
         if self._terminal is None and tokens:
             self._pending += tokens
             if not self._is_ready:
                 self._is_ready = True
                 self._ready_set.add(self)
+
+    def put_drafts(self, drafted: int, accepted: int, is_predicted: bool) -> None:
+        """Count the drafts of a step, before its tokens are put."""
+        self._drafts.add(drafted, accepted, is_predicted)
+        if accepted:
+            known = max(self._num_tokens, self._accepted[-1][0] + 1 if self._accepted else 0)
+            self._accepted.append((known + accepted, accepted, is_predicted))
+
+    def drafts(self, num_tokens: int) -> DraftCounts:
+        """Return the numbers of drafts so far; the accepted ones are those among the first `num_tokens` tokens.
+
+        The others follow a token that ended the output.
+        """
+        counts = structs.replace(self._drafts)
+        for end, accepted, is_predicted in reversed(self._accepted):
+            if end <= num_tokens:
+                break
+            unused = min(accepted, end - num_tokens)
+            counts.accepted -= unused
+            counts.accepted_predicted -= unused * is_predicted
+        return counts
 
     def put_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Append log-probabilities, without waking the consumer.
@@ -282,7 +313,7 @@ class OpenStreams:
                     stream.times = times
             for request_id, drafted, accepted, source in read_drafts(output):
                 if (stream := streams.get(request_id)) is not None:
-                    stream.drafts.add(drafted, accepted, source > 0)
+                    stream.put_drafts(drafted, accepted, source > 0)
         for started in output.started:
             if (stream := streams.get(started.request_id)) is not None:
                 stream.cached_tokens = started.cached_tokens

@@ -238,15 +238,15 @@ class Generation:
     def drafts(self) -> DraftCounts:
         """Return the numbers of drafts of all choices.
 
-        Right ones behind the end of a choice, at most those of one step, count up to its number of tokens.
+        Those behind the end of a choice do not count as accepted.
         """
         total = DraftCounts()
         for stream in self._streams:
-            own, most = stream.drafts, self._choices[stream.choice].num_tokens
+            own = stream.drafts(self._choices[stream.choice].num_tokens)
             total.drafted += own.drafted
-            total.accepted += min(own.accepted, most)
+            total.accepted += own.accepted
             total.predicted += own.predicted
-            total.accepted_predicted += min(own.accepted_predicted, most)
+            total.accepted_predicted += own.accepted_predicted
         return total
 
     @property

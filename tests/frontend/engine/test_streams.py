@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
+from tandem.frontend.engine.streams import DraftCounts, ReadySet, Terminal, TokenStream
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, TokenLogprobs
 from tests.support.virtual_loop import VirtualLoop
@@ -219,3 +219,29 @@ def test_a_listener_is_called_once_a_turn_and_again_for_an_end() -> None:
         return calls
 
     assert asyncio.run(run()) == [(2, False), (2, True)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "accepted", "predicted"),
+    [(12, 8, 5), (11, 8, 5), (10, 7, 5), (8, 5, 5), (7, 5, 5), (6, 4, 4), (3, 1, 1), (2, 0, 0), (0, 0, 0)],
+)
+def test_accepted_drafts_count_as_far_as_their_tokens_are_used(num_tokens: int, accepted: int, predicted: int) -> None:
+    """Two tokens without drafts, then runs of six and four tokens; the last of each is no draft."""
+    stream = stream_of(ReadySet())
+    stream.put([1])
+    stream.put_drafts(3, 0, False)
+    stream.put([1])
+    stream.put_drafts(7, 5, True)
+    stream.put([1] * 6)
+    stream.put_drafts(3, 3, False)
+    stream.put([1] * 4)
+    assert stream.drafts(num_tokens) == DraftCounts(13, accepted, 7, predicted)
+
+
+def test_drafts_of_steps_that_arrive_together_follow_one_another() -> None:
+    """The second run ends the sequence at its second token."""
+    stream = stream_of(ReadySet())
+    stream.put_drafts(3, 3, True)
+    stream.put_drafts(7, 7, False)
+    stream.put([1] * 6)
+    assert stream.drafts(6) == DraftCounts(10, 5, 3, 3)

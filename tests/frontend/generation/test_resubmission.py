@@ -76,8 +76,8 @@ def test_drafts_of_a_lost_engine_are_not_counted() -> None:
 
         first = await world.engine()
         asked = await world.ask(2, stream=False)
-        await world.step(0, LENGTH - 1)
         report(first, [3, 2, 1, 3, 0, 0])
+        await world.step(0, LENGTH - 1)
         assert asked.generation.drafts() == DraftCounts(6, 2, 3, 2)
         await world.lose()
         report(await world.engine(), [7, 4, 1, 5, 1, 1])

@@ -154,6 +154,14 @@ def test_usage_counts_the_drafts_before_a_stop_string(server: RunningServer, eng
     assert counted(usage)[0] == 6
 
 
+def test_usage_counts_no_accepted_drafts_behind_a_stop_string(server: RunningServer, engine: FakeEngine) -> None:
+    """The last of eight tokens of a step is no draft, so of eleven tokens ten are."""
+    engine.script = answer_with("aaaaaaaabcdefghijklmnopqrstuvwxyz")
+    engine.drafts, engine.tokens_per_step = (7, 7, True), 8
+    usage = post(server, prediction=PREDICTION, stop=["cd"]).json()["usage"]
+    assert (usage["completion_tokens"], counted(usage)[0]) == (11, 10)
+
+
 def test_openais_client_reads_the_counts(server: RunningServer, engine: FakeEngine) -> None:
     engine.drafts, engine.tokens_per_step = (4, 3, True), 100
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none") as client:
