@@ -24,8 +24,9 @@ from tests.engine_core.runtime.test_recorded_graphs import MODEL
 from tests.fakes.recording_gpu import oracle_attention, oracle_parts
 from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.model_folder import write_model
-from tests.support.plan_recording import constraining
+from tests.support.plan_recording import constraining, runtime_of
 from tests.support.tiny_llama import END, VOCAB
+from tests.support.verified_steps import kept_positions, largest_difference
 
 
 class Kind(NamedTuple):
@@ -225,3 +226,17 @@ def test_accepted_drafts_have_a_count_for_each_position_from_the_start(
 ) -> None:
     stats = build(folder, KINDS["cpu"], **options).engine.stats
     assert stats.spec_decode_num_accepted_tokens_per_pos == {str(index): 0 for index in range(most)}
+
+
+def test_committed_tokens_are_what_the_sampler_draws_from_the_logits_of_their_step(folder: Path) -> None:
+    """These logits equal those of single tokens up to rounding: the texts are equal, so each is forced on the other."""
+    prompts = [[number + 3, 4, 5, 6, 7] * 4 for number in range(3)]
+    params = [SamplingParams(40, temperature=0.6, top_p=0.9, repetition_penalty=0.9, seed=n) for n in range(3)]
+    found, positions = [], []
+    for options in ({}, {"speculate": "ngram", "speculate_tokens": 5}):
+        driven = build(folder, KINDS["cpu, two steps in flight"], **options)
+        with kept_positions(runtime_of(driven)) as kept:
+            found.append(driven.generate(prompts, params))
+        positions.append(kept)
+    assert found[0] == found[1] and positions[1].verified > 30
+    assert largest_difference(*positions) < 1e-4

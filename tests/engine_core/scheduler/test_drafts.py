@@ -116,6 +116,90 @@ def test_a_later_row_of_a_sequence_that_has_all_its_tokens_may_bring_none() -> N
     assert not list(scheduler.held)
 
 
+def test_the_number_of_drafts_may_change_between_two_steps_in_flight() -> None:
+    """Each commit takes back what its own launch counted."""
+    scheduler, seq = drafting(fixed=None), sequence(1, max_tokens=30)
+    first = began(scheduler, seq)
+    seq.drafts.expected = 7.0
+    second = launched(scheduler, 3)
+    assert (first.num_drafts, second.num_drafts, second.max_lead) == (3, 7, 3)
+    assert (seq.min_device_len, seq.max_device_len) == (8, 18)
+    scheduler.commit(first, result_of([20, 21, 22, 23], drafts=3))
+    assert (seq.min_device_len, seq.max_device_len) == (11, 18)
+    seq.drafts.expected = 0.0
+    third = launched(scheduler, 4)
+    assert (third.num_drafts, third.max_lead) == (0, 7)
+    scheduler.commit(second, result_of([*range(24, 32)], drafts=7))
+    assert (seq.min_device_len, seq.max_device_len) == (19, 19)
+    commit(scheduler, third, [33])
+    assert (seq.min_device_len, seq.max_device_len) == (19, 19) and scheduler.audit() == []
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 3])
+def test_a_prompt_may_be_shorter_than_its_drafts(prompt: int) -> None:
+    scheduler, seq = drafting(), sequence(1, prompt=prompt, max_tokens=20)
+    plan = began(scheduler, seq)
+    scheduler.commit(plan, result_of([20, 21, 22, 23]))
+    assert len(seq.tokens) == prompt + 5 and launched(scheduler, 3).rows[0].start == prompt + 4
+    assert scheduler.audit() == []
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_row_without_a_page_at_its_upper_bound_preempts_a_later_one(page_size: int) -> None:
+    """Its run may cross the edge of the last page while the host knows of one token only."""
+    scheduler = drafting(pages=24 // page_size, page_size=page_size, cache=False)
+    sequences = [sequence(n, prompt=4, max_tokens=14, first=30 * n) for n in (1, 2)]
+    added(scheduler, *sequences)
+    commit(scheduler, launched(scheduler, 1), [50] * len(list(scheduler.held)))
+    for step in range(2, 40):
+        plan = scheduler.plan_step(step)
+        if plan is None:
+            break
+        scheduler.on_launch(plan)
+        counts = [int(row.samples) for row in plan.rows]
+        if plan.num_drafts:
+            open_rows = [
+                min(4, seq.total_len - len(seq.tokens))
+                for seq in map(scheduler.running.get, [r.seq_id for r in plan.rows])
+                if seq
+            ]
+            scheduler.commit(plan, result_of(*[[20] * count for count in open_rows]))
+        else:
+            commit(scheduler, plan, [20] * len(counts))
+        scheduler.admit_waiting()
+        assert scheduler.audit() == []
+    assert all(isinstance(seq.outcome, Finished) and seq.generated == 14 for seq in sequences)
+    assert scheduler.preemptions > 0 and scheduler.memory.usage.in_use == 0
+
+
+def test_late_runs_of_a_preempted_row_are_committed_before_it_is_computed_again() -> None:
+    """It waits until no step holds it. Then all of its tokens are uploaded."""
+    scheduler, seq = drafting(), sequence(1, max_tokens=20)
+    first = began(scheduler, seq)
+    second = launched(scheduler, 3)
+    scheduler.preempt(seq)
+    scheduler.commit(first, result_of([20, 21, 22]))
+    assert seq.row >= 0 and not list(scheduler.waiting)
+    scheduler.commit(second, result_of([23, 24]))
+    assert [*scheduler.waiting] == [seq] and (seq.num_inflight_drafts, seq.min_device_len) == (0, len(seq.tokens))
+    scheduler.admit_waiting()
+    plan = launched(scheduler, 4)
+    assert len(array("i", plan.rows[0].tokens)) + plan.rows[0].start - plan.rows[0].skipped == len(seq.tokens) == 11
+    assert plan.num_drafts == 0 and scheduler.audit() == []
+
+
+@pytest.mark.parametrize("inflight", [1, 2])
+def test_an_aborted_row_returns_the_pages_of_its_drafts(inflight: int) -> None:
+    """Once no step holds it, whatever the device had accepted."""
+    scheduler, seq = drafting(), sequence(1, max_tokens=20)
+    plans = [began(scheduler, seq), *[launched(scheduler, step) for step in range(3, 2 + inflight)]]
+    scheduler.abort(b"c", 1)
+    for plan in plans:
+        assert list(scheduler.held) == [seq]
+        assert scheduler.commit(plan, result_of([20, 21, 22, 23])).num_tokens == 0
+    assert not list(scheduler.held) and scheduler.memory.usage.in_use == 0 and scheduler.audit() == []
+
+
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_row_without_usable_logits_fails_behind_its_right_drafts(before: int) -> None:
     scheduler, seq = drafting(), sequence(1, max_tokens=20)
