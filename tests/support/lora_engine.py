@@ -19,7 +19,7 @@ from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.engine_driver import CLIENT, EPOCH, DrivenEngine
 
-SECONDS = 20.0
+SECONDS = 60.0
 """Longest wait for an adapter."""
 
 
@@ -29,11 +29,17 @@ class LoraEngine(DrivenEngine):
     _calls = 0
 
     @classmethod
-    def start(cls, model: Path, adapters: Mapping[str, Path] | None = None, **options: Any) -> "LoraEngine":
+    def start(
+        cls,
+        model: Path,
+        adapters: Mapping[str, Path] | None = None,
+        new_parts: Callable[[str], DeviceParts] = open_parts,
+        **options: Any,
+    ) -> "LoraEngine":
         """Build an engine; adapters: folders by name, that it has from the start."""
         file = model / "adapters.json"
         write_adapters(file, AdaptersFile.initial({name: str(path) for name, path in (adapters or {}).items()}))
-        return cls.restart(model, **options)
+        return cls.restart(model, new_parts, **options)
 
     @classmethod
     def restart(cls, model: Path, new_parts: Callable[[str], DeviceParts] = open_parts, **options: Any) -> "LoraEngine":
