@@ -89,11 +89,11 @@ def _piece_matrices_kernel(
             inverse = _join_blocks(inverse, tl.where(joined, system, 0.0), PRECISION)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         scores = tl.where(line >= column, ratio * scores, 0.0)
-        place = (piece * HEADS + head).to(tl.int64)
-        matrix = place * (PIECE * PIECE) + line * PIECE + column
+        number = (piece * HEADS + head).to(tl.int64)
+        matrix = number * (PIECE * PIECE) + line * PIECE + column
         tl.store(solved_ptr + matrix, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
         tl.store(scores_ptr + matrix, scores.to(scores_ptr.dtype.element_ty))
-        tl.store(sums_ptr + place * PIECE + index, sums)
+        tl.store(sums_ptr + number * PIECE + index, sums)
 
 
 @triton.jit
@@ -157,11 +157,11 @@ def _row_states_kernel(
             query = tl.load(source + key_head * K + k_index[None, :], mask=inside[:, None], other=0.0)
             key = tl.load(source + (KEY_HEADS + key_head) * K + k_index[None, :], mask=inside[:, None], other=0.0)
             value = tl.load(source + 2 * KEY_HEADS * K + head * V + v_index[None, :], mask=inside[:, None], other=0.0)
-            place = (piece * HEADS + head).to(tl.int64)
-            matrix = place * (PIECE * PIECE) + index[:, None] * PIECE + index[None, :]
+            number = (piece * HEADS + head).to(tl.int64)
+            matrix = number * (PIECE * PIECE) + index[:, None] * PIECE + index[None, :]
             solved, scores = tl.load(solved_ptr + matrix), tl.load(scores_ptr + matrix)
-            sums = tl.load(sums_ptr + place * PIECE + index)
-            last = tl.load(sums_ptr + place * PIECE + PIECE - 1)
+            sums = tl.load(sums_ptr + number * PIECE + index)
+            last = tl.load(sums_ptr + number * PIECE + PIECE - 1)
             rounded = state.to(key.dtype)
             scale = tl.exp(sums)[:, None]
             target = value.to(tl.float32) - scale * tl.dot(key, rounded, input_precision=PRECISION)
@@ -174,7 +174,7 @@ def _row_states_kernel(
                 # The base covers `kept` tokens of this piece. If that is negative, it ends before the piece.
                 kept = boundary - (start + begin - first)
                 if kept >= 0:
-                    until = tl.load(sums_ptr + place * PIECE + kept - 1, mask=kept > 0, other=0.0)
+                    until = tl.load(sums_ptr + number * PIECE + kept - 1, mask=kept > 0, other=0.0)
                     weight = tl.where(index < kept, tl.exp(tl.minimum(until - sums, 0.0)), 0.0)
                     weighted = (update * weight[:, None]).to(key.dtype)
                     added = tl.dot(tl.trans(key), weighted, input_precision=PRECISION)
@@ -218,14 +218,14 @@ def _keep_ring_kernel(
         begin_position = start + begin - first
         after = start + end - first
         kept = after - ((after + R - 1) % R + 1) - begin_position
-        place = (piece * HEADS + head).to(tl.int64) * PIECE
+        number = (piece * HEADS + head).to(tl.int64) * PIECE
         own_decays_ptr = decays_ptr + (row * HEADS + head) * 2 * R
-        until = tl.load(sums_ptr + place + kept - 1, mask=kept > 0, other=0.0)
+        until = tl.load(sums_ptr + number + kept - 1, mask=kept > 0, other=0.0)
         # If the base is older than the piece, its sums go on from the ring's.
         before = tl.load(own_decays_ptr + (start + 2 * R - 1) % (2 * R), mask=kept < 0, other=0.0)
         index = tl.maximum(kept, 0) + tl.arange(0, R)
         is_new = begin + index < end
-        sums = tl.load(sums_ptr + place + index, mask=is_new, other=0.0)
+        sums = tl.load(sums_ptr + number + index, mask=is_new, other=0.0)
         tl.debug_barrier()
         at = (begin_position + index) % (2 * R)
         tl.store(own_decays_ptr + at, sums - until + before, mask=is_new)
