@@ -74,15 +74,15 @@ class _Entry(Struct):
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, StoredTensor]:
     """Return the tensors of a file, by name.
 
-    Raises ConfigError if the file is not whole and well-formed.
+    max_bytes: of the header. Raises ConfigError if the file is not whole and well-formed.
     """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = _header_length(file.read(max(LENGTH_BYTES, len(LFS_MARK))), size)
+            length = _header_length(file.read(max(LENGTH_BYTES, len(LFS_MARK))), size, max_bytes)
             file.seek(LENGTH_BYTES)
             header = file.read(length)
         if len(header) < length:
@@ -100,10 +100,10 @@ class _FormatError(Exception):
     """A file violates the format; the text describes how."""
 
 
-def _header_length(start: bytes, size: int) -> int:
+def _header_length(start: bytes, size: int, max_bytes: int) -> int:
     """Return the length of the header in bytes.
 
-    start: first bytes of the file; size: bytes of the file.
+    start: first bytes of the file; size: bytes of the file; max_bytes: most bytes of the header.
     """
     if not size:
         raise _FormatError("it is empty; download it again")
@@ -112,8 +112,8 @@ def _header_length(start: bytes, size: int) -> int:
     if size < LENGTH_BYTES:
         raise _FormatError(f"it has only {size} bytes; download it again")
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
-    if length > MAX_HEADER_BYTES:
-        raise _FormatError(f"its header would have {length} bytes, at most {MAX_HEADER_BYTES}; it is another format")
+    if length > max_bytes:
+        raise _FormatError(f"its header would have {length} bytes, at most {max_bytes}; it is another format")
     if length > size - LENGTH_BYTES:
         raise _FormatError(f"its header has {length} bytes, but the file only {size}; download it again")
     return length

@@ -7,10 +7,11 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.error_text import printable
@@ -19,8 +20,12 @@ from tandem.engine_core.quantization.name_pattern import NamePattern, PatternErr
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
+MAX_PATTERNS = 4096
+"""Most entries of rank_pattern or alpha_pattern; a model of 80 layers has 560 linear layers."""
 ALL_LINEAR = "all-linear"
 _CONVERTED = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that change the base weights too, unless the adapter was converted when it was saved."""
@@ -60,18 +65,20 @@ class PeftConfig:
     """Return whether the adapter changes a module, by its name in the text model."""
     target_names: tuple[str, ...]
     """The entries of target_modules if it is a list, each of which must match a module."""
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    own_rank: Callable[[str], int | None]
+    """Return the rank of a module in rank_pattern, None for one that no key names."""
+    own_alpha: Callable[[str], float | None]
+    """Return the alpha of a module in alpha_pattern, None for one that no key names."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's matrices."""
-        return next((rank for pattern, rank in self.rank_pattern.items() if _is_key_of(pattern, module)), self.rank)
+        own = self.own_rank(module)
+        return self.rank if own is None else own
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's update."""
-        found = (alpha for pattern, alpha in self.alpha_pattern.items() if _is_key_of(pattern, module))
-        rank = self.rank_of(module)
-        return next(found, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+        rank, own = self.rank_of(module), self.own_alpha(module)
+        return (self.alpha if own is None else own) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
 def read_config(folder: Path) -> PeftConfig:
@@ -85,6 +92,8 @@ def read_config(folder: Path) -> PeftConfig:
         return _parse(fields)
     except _FieldError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: a value is nested too deeply") from None
 
 
 class _FieldError(Exception):
@@ -130,16 +139,12 @@ def _parse(fields: dict[str, Any]) -> PeftConfig:
     if unknown:
         logger.warning("fields of an adapter that are not known and not used: %s", printable(", ".join(unknown)))
     rank, alpha = _rank(fields.get("r", 8), "r"), _alpha(fields.get("lora_alpha", 8), "lora_alpha")
+    stabilized = fields.get("use_rslora")
+    if not isinstance(stabilized, bool | None):
+        raise _FieldError(f"use_rslora is {_shown(stabilized)}; it must be true or false")
     targets, names = _targets(fields)
-    return PeftConfig(
-        rank,
-        alpha,
-        bool(fields.get("use_rslora")),
-        targets,
-        names,
-        {key: _rank(value, f"rank_pattern[{key}]") for key, value in _pattern(fields, "rank_pattern").items()},
-        {key: _alpha(value, f"alpha_pattern[{key}]") for key, value in _pattern(fields, "alpha_pattern").items()},
-    )
+    ranks, alphas = _pattern(fields, "rank_pattern", _rank), _pattern(fields, "alpha_pattern", _alpha)
+    return PeftConfig(rank, alpha, bool(stabilized), targets, names, ranks, alphas)
 
 
 def _targets(fields: dict[str, Any]) -> tuple[Callable[[str], bool], tuple[str, ...]]:
@@ -191,30 +196,40 @@ def _compiled(pattern: str, field: str) -> re.Pattern[str]:
         ) from None
 
 
-def _pattern(fields: dict[str, Any], name: str) -> dict[str, Any]:
+def _pattern(fields: dict[str, Any], name: str, parse: Callable[[Any, str], T]) -> Callable[[str], T | None]:
+    """Return the look-up of modules in an object of numbers by pattern, the first of which counts.
+
+    As in PEFT, a pattern names a module by its last components, or from the start with ^. The patterns are compiled
+    once: files have one for each module, more than `re` keeps.
+    """
     value = fields.get(name) or {}
     if not isinstance(value, dict):
         raise _FieldError(f"{name} is {_shown(value)}; it must be an object of numbers by module")
-    for key in value:
-        _compiled(key, name)
-    return value
+    if len(value) > MAX_PATTERNS:
+        raise _FieldError(f"{name} has {len(value)} entries, at most {MAX_PATTERNS} are supported")
+    patterns = [(_compiled(rf"(.*\.)?({key})", name), parse(own, f"{name}[{key[:100]}]")) for key, own in value.items()]
 
+    @cache
+    def find(module: str) -> T | None:
+        known_as = tuple(spellings(module))
+        return next((own for pattern, own in patterns if any(map(pattern.fullmatch, known_as))), None)
 
-def _is_key_of(pattern: str, module: str) -> bool:
-    """Return whether a key of a pattern names a module: by its last components, or from the start with ^."""
-    return re.fullmatch(pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})", module) is not None
+    return find
 
 
 def _rank(value: Any, name: str) -> int:
     if type(value) is not int or value < 1:
-        raise _FieldError(f"{name} is {_shown(value)}; a rank is a whole number from 1 on")
+        raise _FieldError(f"{printable(name)} is {_shown(value)}; a rank is a whole number from 1 on")
     return value
 
 
 def _alpha(value: Any, name: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise _FieldError(f"{name} is {_shown(value)}; it must be a finite number")
-    return float(value)
+    try:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass  # An integer that no float holds.
+    raise _FieldError(f"{printable(name)} is {_shown(value)}; it must be a finite number")
 
 
 def _shown(value: Any) -> str:

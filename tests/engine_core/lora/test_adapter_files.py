@@ -102,6 +102,17 @@ def test_patterns_give_modules_their_own_rank_and_alpha(slots: LoraSlots, tmp_pa
         )
 
 
+@pytest.mark.parametrize("key", ["^model.language_model.layers.1.self_attn.q_proj", "^model.layers.1.self_attn.q_proj"])
+def test_patterns_name_modules_as_a_multimodal_model_does(key: str, slots: LoraSlots, tmp_path: Path) -> None:
+    modules = of(("q_proj",))
+    folder = written(tmp_path, ("q_proj",), modules=modules, rank=4, rank_pattern={key: 4}, alpha_pattern={key: 3})
+    adapter = read_adapter(folder, slots)
+    for layer, scale in ((0, 8 / 4), (1, 3 / 4)):
+        name = f"model.layers.{layer}.self_attn."
+        found = product(adapter, f"{name}qkv_proj", 0, slice(0, HIDDEN))
+        torch.testing.assert_close(found, expected(folder, f"{name}q_proj", scale))
+
+
 @pytest.mark.parametrize(
     ("targets", "fields"),
     [
@@ -155,6 +166,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rank": ({"r": 0}, ("r is 0",)),
     "large_rank": ({"r": 16}, ("rank 16", "--max-lora-rank is 8")),
     "alpha": ({"lora_alpha": float("inf")}, ("lora_alpha",)),
+    "huge_alpha": ({"lora_alpha": 10**400}, ("lora_alpha",)),
+    "rslora": ({"use_rslora": "false"}, ("use_rslora", "'false'")),
+    "many_patterns": ({"rank_pattern": {str(index): 4 for index in range(5000)}}, ("rank_pattern", "5000")),
+    "slow_rank_pattern": ({"rank_pattern": {"(a+)+$": 4}}, ("rank_pattern",)),
+    "flags_in_pattern": ({"alpha_pattern": {"(?i)Q_PROJ": 4}}, ("alpha_pattern",)),
     "no_targets": ({"target_modules": []}, ("target_modules",)),
     "slow_pattern": ({"target_modules": r"(a+)+$"}, ("target_modules",)),
     "broken_pattern": ({"target_modules": "("}, ("target_modules",)),
@@ -222,7 +238,9 @@ def test_broken_files_are_refused(slots: LoraSlots, tmp_path: Path) -> None:
         (weights, whole[:100]),
         (weights, b""),
         (weights, b"version https://git-lfs.github.com/spec/v1\n"),
+        (weights, (16 * 2**20).to_bytes(8, "little") + b"{" + b" " * 16 * 2**20),
         (config, b"{"),
+        (config, b'{"peft_type": "LORA", "target_modules": ' + b"[" * 5000),
         (config, b"[]"),
         (config, b" " * 2**21),
     ):
