@@ -37,7 +37,10 @@ def build_adapters(
     def save(listed: AdapterList, next_version: int) -> None:
         status.adapters = listed
         if file is not None:
-            write_adapters(file, AdaptersFile(listed.adapters, next_version))
+            try:
+                write_adapters(file, AdaptersFile(listed.adapters, next_version))
+            except OSError as error:
+                logger.error("a restarted engine would not have the adapters of this one: %s", error)
         announce()
 
     stored = _read(file)

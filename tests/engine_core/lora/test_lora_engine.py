@@ -213,6 +213,40 @@ def test_a_restarted_engine_has_the_adapters_that_were_loaded(model: Path) -> No
     assert again.load("d", first).ok and again.adapters.names["d"].version > version
 
 
+def test_a_registry_that_cannot_be_written_does_not_end_the_engine(model: Path) -> None:
+    """As on a full disk: adapters are served, and only an engine after this one would lack them."""
+    engine = LoraEngine.start(model)
+    (model / "adapters.json.new").mkdir()
+    assert engine.load("a", adapter_of(model, "a")).ok
+    assert engine.answers((PROMPT, "a"))[0]
+    assert engine.begin_unload("a") is not None and not engine.adapters.names
+
+
+def test_the_session_of_an_adapter_has_no_kv_for_another(model: Path) -> None:
+    prompt = [3 + index % 50 for index in range(40)]
+    engine = LoraEngine.start(model, {"a": adapter_of(model, "a"), "b": adapter_of(model, "b", seed=8)}, page_size=8)
+    alone = {name: engine.answers((prompt, name))[0] for name in ("a", "b", "")}
+    for name in ("a", "b", "", "a"):
+        request_id = engine.ask(prompt, name, session="s", cache_salt="new" if name else "none")
+        engine.run()
+        assert engine.tokens(request_id) == alone[name]
+
+
+def test_an_adapter_without_usable_logits_spoils_no_other_row(model: Path) -> None:
+    """Numbers that overflow on the way end its own requests, and leave no NaN in pages that others get afterwards."""
+    good, bad = adapter_of(model, "good"), adapter_of(model, "bad", seed=8, size=1e18)
+    engine = LoraEngine.start(model, {"good": good, "bad": bad}, kv_tokens=128, page_size=16, max_len=64)
+    asked = [(PROMPT, "good"), (PROMPT, "")]
+    expected = engine.answers(*asked)
+    for first in range(4):
+        spoilt = [engine.ask([first, row, *range(20)], "bad", count=20) for row in range(2)]
+        ids = [engine.ask(prompt, name) for prompt, name in asked]
+        engine.run()
+        assert [engine.tokens(request_id) for request_id in ids] == expected
+        for outcome in map(engine.outcome, spoilt):
+            assert isinstance(outcome, Failure) and outcome.code is ErrorCode.MODEL_FAILED
+
+
 def test_an_adapter_of_the_flags_that_cannot_be_loaded_refuses_the_start(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--lora-modules a"):
         LoraEngine.start(model, {"a": tmp_path / "nothing"})
