@@ -136,6 +136,10 @@ class Admission:
         a share of the time for grammars.
         """
         model = self.named(options.model, ready.model)
+        # Before anything is awaited: one that is unloaded meanwhile is a 404 of the engine, never the model itself.
+        adapter = model.name if model.name in self._adapters else ""
+        if model.name in self._names.listed(ready.model.name):
+            adapter = ""  # An engine may have loaded one of the model's own name.
         self._limits.check(options)
         check_ids(options.stop_token_ids, model.vocab_size, "stop_token_ids")
         check_ids(tuple(options.logit_bias), model.vocab_size, "logit_bias")
@@ -165,9 +169,6 @@ class Admission:
         if constraint is not None:
             stages += (Stage("grammar", encoded, monotonic()),)
         sampling = _sampling(options, self._sampling_defaults)
-        adapter = model.name if model.name in self._adapters else ""
-        if model.name in self._names.listed(ready.model.name):
-            adapter = ""  # An engine may have loaded one of the model's own name.
         return Admitted(options, model, admitted, sampling, constraint, stages, tags, prediction, adapter)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:

@@ -21,7 +21,8 @@ from tandem.protocol.commands import MAX_NAME_BYTES
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 """Files of an adapter that an engine reads."""
-_NAME = Field("lora_name", String(max_bytes=MAX_NAME_BYTES, one_line=True), "Name of the adapter.", required=True)
+_NAME_TYPE = String(max_chars=MAX_NAME_BYTES, max_bytes=MAX_NAME_BYTES, one_line=True)
+_NAME = Field("lora_name", _NAME_TYPE, "Name of the adapter.", required=True)
 _LOAD = BodyFormat(
     (
         _NAME,

@@ -22,6 +22,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
         b'{"lora_name": "a"}',
         b'{"lora_path": "a"}',
         b'{"lora_name": 1, "lora_path": "a"}',
+        b'{"lora_name": "", "lora_path": "a"}',
         b'{"lora_name": "a", "lora_path": "a\\u0000"}',
         b'{"lora_name": "a", "lora_path": "a", "load_inplace": 1}',
         b'{"lora_name": "%s", "lora_path": "a"}' % (b"x" * 300),
