@@ -76,8 +76,8 @@ class FakeRuntime:
         step is sampled."""
         self.draft: Callable[[list[int]], list[int]] = lambda _: []
         """Function that returns the drafts of a row, given the tokens that will follow; possibly fewer."""
-        self.verified = 0
-        """Number of drafts that were accepted."""
+        self.verified = self.verified_beside_masks = 0
+        """Number of drafts that were right, and of those in steps in which other rows had masks."""
         self.is_shared: Callable[[int], bool] = lambda _: False
         """Function that returns True for a page in the prefix cache, where no row may write."""
         self.uploads = 0
@@ -284,6 +284,7 @@ class FakeRuntime:
                 if index == len(drafts) or drafts[index] != token:
                     break
                 self.verified += 1
+                self.verified_beside_masks += bool(masks)
             if not row.constrained:
                 known.update(enumerate([max(token, 0) for token in run], length))
                 self.lengths[row.row] = length + len(run)

@@ -39,6 +39,7 @@ class Request:
     priority: int = 0
     session: str = ""
     cache_salt: str = ""
+    speculation: bool = True
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -60,6 +61,7 @@ class Request:
             self.priority,
             self.session,
             self.cache_salt,
+            speculation=self.speculation,
         )
 
     def reference(self) -> tuple[list[int], str]:
@@ -152,4 +154,5 @@ class Traffic:
         priority = rng.choice([0, -3, 5]) if self.shape.priorities else 0
         salt = rng.choice(["", "", "", "salt"])
         tops = [rng.choice([0, 1, 5]) if rng.random() < 0.2 else None for _ in range(2)]
-        return Request(rng.choice(CLIENTS), number, prompt, params, grammar, *tops, priority, session, salt)
+        drafts = number % 5 != 2
+        return Request(rng.choice(CLIENTS), number, prompt, params, grammar, *tops, priority, session, salt, drafts)
