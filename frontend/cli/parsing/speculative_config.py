@@ -41,7 +41,7 @@ def speculative_arguments(text: str) -> dict[str, Any]:
     """
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ValueError('must be an object like {"method": "ngram", "num_speculative_tokens": 3}')

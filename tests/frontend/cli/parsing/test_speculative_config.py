@@ -48,7 +48,7 @@ def test_a_server_takes_the_flag_and_says_what_is_wrong(capsys: pytest.CaptureFi
     for words in (["--speculative-config", config], ["-sc", config], [f"--speculative_config={config}"]):
         options = engine_options(build_parser().parse_args(["serve", *words]))
         assert (options.speculate, options.speculate_tokens, options.speculate_max_match) == ("ngram", 5, 3)
-    for wrong in ('{"method": "mtp"}', "{"):
+    for wrong in ('{"method": "mtp"}', "{", "[" * 100_000):
         with pytest.raises(SystemExit):
             build_parser().parse_args(["serve", "--speculative-config", wrong])
         assert "--speculative-config: " in capsys.readouterr().err
