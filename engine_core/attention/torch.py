@@ -16,6 +16,9 @@ from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.kernels.kv_dtype import read_pool
 from tandem.engine_core.kernels.page_table import PageTable
 
+FEW_QUERIES = 8
+"""Largest number of queries of a row that may be drafts to verify."""
+
 
 @dataclass(frozen=True, slots=True)
 class SingleQueries:
@@ -28,7 +31,8 @@ class SingleQueries:
     longest: int
     """Number of keys per row after padding."""
     slots: Tensor
-    """[count * longest] int64, slots of the keys; padding is slot 0, so no row reads another's keys."""
+    """[count * longest] int64, slots of the keys; padding repeats the row's newest key, so no row reads another's keys,
+    or NaN that it does not see: `scaled_dot_product_attention` adds -inf to masked scores, and NaN stays NaN."""
     mask: Tensor | None
     """[count, 1, 1, longest] bool, True for visible keys; None if all are visible."""
 
@@ -67,10 +71,14 @@ class QueryRun:
         kv_heads, head_dim = keys.shape[1:]
         # Key heads become the batch dimension, and the queries of a group become heads.
         q = query.reshape(self.count, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        shape = (kv_heads, q.shape[1], -1, head_dim)
-        k = read_pool(keys, self.slots, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
-        v = read_pool(values, self.slots, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
-        return _attend(q, k, v, self.mask, self.mask is None, layer).permute(2, 0, 1, 3).reshape(query.shape)
+        k = read_pool(keys, self.slots, query.dtype).transpose(0, 1)
+        v = read_pool(values, self.slots, query.dtype).transpose(0, 1)
+        if self.count <= FEW_QUERIES:
+            attended = _attend_apart(q, k, v, self.mask, layer)
+        else:
+            k, v = (each.unsqueeze(1).expand(kv_heads, q.shape[1], -1, head_dim) for each in (k, v))
+            attended = _attend(q, k, v, self.mask, self.mask is None, layer)
+        return attended.permute(2, 0, 1, 3).reshape(query.shape)
 
 
 Part = SingleQueries | QueryRun
@@ -140,7 +148,8 @@ def _single_queries(spans: Sequence[Span], page_table: PageTable, window: int | 
         for row, (first, end) in enumerate(zip(firsts, ends, strict=True)):
             mask[row, : first - lowest] = False
             mask[row, end - lowest :] = False
-        slots = torch.where(mask, slots, 0)
+        newest = torch.tensor(ends, device=slots.device)[:, None] - 1 - lowest
+        slots = torch.where(mask, slots, slots.gather(1, newest))
         mask = mask[:, None, None, :]
     return SingleQueries(spans[0].offset, len(spans), longest - lowest, slots.flatten(), mask)
 
@@ -155,6 +164,21 @@ def _query_run(span: Span, page_table: PageTable, window: int | None) -> QueryRu
         if window is not None:
             mask.triu_(span.start - lowest - window + 1)
     return QueryRun(span.offset, span.length, slots, mask)
+
+
+def _attend_apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: LayerAttention) -> Tensor:
+    """Attend like `_attend`, but a query gets no NaN from the key of a later token, which may be a wrong draft.
+
+    q: [kv_heads, group, queries, head_dim]; k, v: [kv_heads, keys, head_dim]; mask: [queries, keys], None for a plain
+    causal one.
+    """
+    scores = (q.flatten(1, 2).float() @ k.float().transpose(1, 2)).view(*q.shape[:3], -1) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
+    weights = scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(v.dtype)
+    return (weights.flatten(1, 2) @ v).view(q.shape)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, layer: LayerAttention) -> Tensor:

@@ -1,5 +1,6 @@
 """The torch attention against dense attention computed row by row."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,3 +120,20 @@ def test_bfloat16_stays_close_to_dense_attention() -> None:
     assert found.dtype == torch.bfloat16
     expected = dense(query[2:], spread(keys, [4, 5], 4, 4), spread(values, [4, 5], 4, 4), 3, layer)
     torch.testing.assert_close(found[2:].double(), expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("layer", [FULL, LayerAttention(0.3, window=4), LayerAttention(0.3, softcap=2.0)])
+@pytest.mark.parametrize("start", [0, 9])
+def test_keys_of_wrong_drafts_change_no_earlier_query_and_no_other_row(start: int, layer: LayerAttention) -> None:
+    """Drafts without usable values have NaN keys (`rope_and_kv_write`), and missing ones are written to page 0."""
+    torch.manual_seed(0)
+    spans = [Span(0, 0, start, 4), Span(1, 4, 2, 1), Span(2, 5, 14, 1)]
+    pages = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0], [6, 7, 8, 9]], dtype=torch.int32)
+    step, query = TorchPlanner([layer]).plan(spans, [PageTable(pages, 4, 4)]), torch.randn(6, 4, 8)
+    keys, values = torch.randn(2, 40, 2, 8)
+    expected = step.run(query, keys, values, layer)
+    draft = int(pages[0, (start + 2) // 4]) * 4 + (start + 2) % 4
+    keys[[0, draft]], values[[0, draft]] = torch.nan, 0.0
+    found, is_later = step.run(query, keys, values, layer), [False, False, True, True, False, False]
+    assert torch.equal(found.isnan().any(-1).any(-1), torch.tensor(is_later))
+    assert torch.equal(found[[0, 1, 4, 5]], expected[[0, 1, 4, 5]])

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
@@ -240,3 +241,25 @@ def test_committed_tokens_are_what_the_sampler_draws_from_the_logits_of_their_st
         positions.append(kept)
     assert found[0] == found[1] and positions[1].verified > 30
     assert largest_difference(*positions) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cpu, two steps in flight"])
+def test_a_wrong_draft_without_usable_logits_ends_no_sequence(kind: str, folder: Path) -> None:
+    """Neither its own nor those of the same step, which the padding of page 0 would reach."""
+    unusable = VOCAB - 1
+    bias = {"logit_bias_ids": pack_ids([unusable]), "logit_bias_values": pack_floats([-100.0])}
+    params = SamplingParams(24, temperature=0.0, ignore_eos=True, **bias)
+    prompts = [[5, 9, 14], [6, 10, 15, 16, 17, 18, 19]]
+    tokens = []
+    for options in ({}, {"speculate": "ngram", "speculate_tokens": 3}):
+        driven = build(folder, KINDS[kind], **options)
+        model = runtime_of(driven).model
+        [embedding] = [slot.target for slot in model.weight_slots() if "embed_tokens" in slot.name]
+        embedding[unusable] = torch.nan
+        for prompt in prompts:
+            wrong = [unusable if index % 3 else token for index, token in enumerate(tokens[0][0])] if tokens else []
+            driven.submit(prompt, params, prediction=pack_ids(wrong))
+        driven.run()
+        tokens.append([driven.tokens(number) for number in (1, 2)])
+    assert any(drafted > right for drafted, right, _ in driven.mailbox.drafts[CLIENT, 1])
+    assert tokens[0] == tokens[1] and [len(own) for own in tokens[0]] == [24, 24]
