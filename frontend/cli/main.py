@@ -310,8 +310,10 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
             chat = ChatOptions(template=arguments.chat_template) if with_frontends else None
             check = check_before_weights(options, chat)
             model = find_model(arguments.model, hub_options(arguments), before_weights=check)
-            root, base = arguments.lora_root if with_frontends else None, options.served_model_name or model.served_name
-            check_modules(arguments.lora_modules, base, options.enable_lora, root)
+            root = arguments.lora_root if with_frontends else None
+            names = {options.served_model_name or model.served_name}
+            names |= set(arguments.served_model_name) if with_frontends else set()
+            check_modules(arguments.lora_modules, names, options.enable_lora, root)
             adapters = find_adapters(arguments.lora_modules, hub_options(arguments))
         return asyncio.run(supervise(arguments, options, model, with_frontends, adapters))
     except LaunchError as error:

@@ -98,7 +98,7 @@ def find_lora_modules(
     base: name of the model. Raises LaunchError for one that cannot be served.
     """
     given = [(name, str(path)) for name, path in (modules or {}).items()]
-    check_modules(given, options.served_model_name or base, options.enable_lora)
+    check_modules(given, (options.served_model_name or base,), options.enable_lora)
     return find_adapters(given, hub)
 
 

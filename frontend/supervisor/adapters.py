@@ -1,7 +1,7 @@
 """Folders of the adapters that a server has from the start."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.supervisor.model import LaunchError, is_hub_name
@@ -12,10 +12,12 @@ Module = tuple[str, str]
 """Name of an adapter, and its folder or its name on the hub."""
 
 
-def check_modules(modules: Sequence[Module], base: str, is_enabled: bool, root: os.PathLike[str] | None = None) -> None:
+def check_modules(
+    modules: Sequence[Module], base: Collection[str], is_enabled: bool, root: os.PathLike[str] | None = None
+) -> None:
     """Raise LaunchError for adapters that no engine could serve.
 
-    base: name of the model; is_enabled: True with --enable-lora; root: of --lora-root.
+    base: names of the model itself; is_enabled: True with --enable-lora; root: of --lora-root.
     """
     if not is_enabled:
         given = "--lora-modules" if modules else "--lora-root" if root is not None else ""
@@ -26,7 +28,7 @@ def check_modules(modules: Sequence[Module], base: str, is_enabled: bool, root: 
         raise LaunchError(f"--lora-root {root} is not a folder")
     names = [name for name, _ in modules]
     for name in names:
-        if name == base:
+        if name in base:
             raise LaunchError(f"--lora-modules {name}: this is the name of the model itself; choose another")
         if names.count(name) > 1:
             raise LaunchError(f"--lora-modules {name}: the name is given twice")

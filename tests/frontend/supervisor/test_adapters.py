@@ -26,16 +26,17 @@ def test_other_texts_are_no_modules(text: str) -> None:
 
 
 def test_modules_that_no_engine_could_serve_are_refused(tmp_path: Path) -> None:
-    check_modules([("a", "x"), ("b", "x")], "base", True, tmp_path)
+    check_modules([("a", "x"), ("b", "x")], ("base", "other"), True, tmp_path)
     for modules, enabled, root in (
         ([("a", "x")], False, None),
         ([], False, tmp_path),
         ([("base", "x")], True, None),
+        ([("other", "x")], True, None),
         ([("a", "x"), ("a", "y")], True, None),
         ([], True, tmp_path / "nothing"),
     ):
         with pytest.raises(LaunchError, match="--lora-"):
-            check_modules(modules, "base", enabled, root)
+            check_modules(modules, ("base", "other"), enabled, root)
 
 
 def test_a_path_is_a_folder_or_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
