@@ -9,10 +9,12 @@ from tandem.engine_core import contracts
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import GrammarConstraint
+from tandem.engine_core.lora.adapter_loader import ThreadedLoader
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.frontend.supervisor.frontends.frontend_process import Child
+from tests.fakes.adapter_loader import FakeAdapterLoader
 from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint
 from tests.fakes.frontend_child import FakeFrontendChild
 from tests.fakes.mailbox import FakeMailbox
@@ -29,6 +31,8 @@ PAIRS: list[tuple[type, type]] = [
     (BatchAdvancer, contracts.GrammarAdvancer),
     (FakeCompiler, contracts.Compiler),
     (GrammarCompiler, contracts.Compiler),
+    (FakeAdapterLoader, contracts.AdapterLoader),
+    (ThreadedLoader, contracts.AdapterLoader),
     (FakeFrontendChild, Child),
     (FrontendChild, Child),
 ]

@@ -1,6 +1,5 @@
 """Adapters take turns in slots: names, versions, the order of eviction, drains, and what the loader is asked for."""
 
-from dataclasses import dataclass, field
 from random import Random
 
 import pytest
@@ -11,39 +10,14 @@ from tandem.engine_core.errors import RequestError
 from tandem.engine_core.lora.adapters import MAX_WAIT_SECONDS, Adapters
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import AdapterList
+from tests.fakes.adapter_loader import FakeAdapterLoader
 
 CLIENT = b"c"
 
 
-@dataclass
-class FakeLoader:
-    """A loader whose work is done when a test says so."""
-
-    results: list[LoadResult] = field(default_factory=list)
-    read_paths: dict[int, str] = field(default_factory=dict)
-    placed: list[tuple[int, int]] = field(default_factory=list)
-    """Versions and slots, in the order in which they were asked for."""
-    dropped: list[int] = field(default_factory=list)
-
-    def read(self, version: int, path: str) -> None:
-        assert version not in self.read_paths
-        self.read_paths[version] = path
-
-    def place(self, version: int, path: str, slot: int) -> None:
-        self.placed.append((version, slot))
-
-    def drop(self, version: int) -> None:
-        assert version not in self.dropped
-        self.dropped.append(version)
-
-    def take_results(self) -> list[LoadResult]:
-        found, self.results = self.results, []
-        return found
-
-
 class World:
     def __init__(self, slots: int) -> None:
-        self.loader, self.saved = FakeLoader(), list[tuple[AdapterList, int]]()
+        self.loader, self.saved = FakeAdapterLoader(), list[tuple[AdapterList, int]]()
         self.adapters = Adapters(slots, self.loader, lambda listed, version: self.saved.append((listed, version)))
         self.now = 0.0
 
