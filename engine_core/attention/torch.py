@@ -146,10 +146,9 @@ def _single_queries(spans: Sequence[Span], page_table: PageTable, window: int | 
     if min(ends) < longest or max(firsts) > lowest:
         mask = torch.ones(slots.shape, dtype=torch.bool, device=slots.device)
         for row, (first, end) in enumerate(zip(firsts, ends, strict=True)):
-            mask[row, : first - lowest] = False
-            mask[row, end - lowest :] = False
-        newest = torch.tensor(ends, device=slots.device)[:, None] - 1 - lowest
-        slots = torch.where(mask, slots, slots.gather(1, newest))
+            for hidden in (slice(first - lowest), slice(end - lowest, None)):
+                mask[row, hidden] = False
+                slots[row, hidden] = slots[row, end - 1 - lowest]
         mask = mask[:, None, None, :]
     return SingleQueries(spans[0].offset, len(spans), longest - lowest, slots.flatten(), mask)
 
