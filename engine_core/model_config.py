@@ -33,6 +33,8 @@ class MoEConfig(Struct, frozen=True, kw_only=True):
     """Indices of the layers with experts; the others have a dense feed-forward network."""
     module: str = "mlp"
     """Name of the network in a layer of the checkpoint."""
+    shared_width: int = 0
+    """Inputs of the down projection of the expert that all tokens use, 0 if there is none."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections."""
 
@@ -115,7 +117,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         if self.moe is None:
             return self.hidden_size * (mixing + self.layers * 3 * self.intermediate_size)
         sparse = len(self.moe.layers)
-        networks = sparse * (3 * experts * self.moe.width + self.moe.experts)
+        shared = 3 * self.moe.shared_width + (self.moe.shared_width > 0)
+        networks = sparse * (3 * experts * self.moe.width + self.moe.experts + shared)
         return self.hidden_size * (mixing + networks + (self.layers - sparse) * 3 * self.intermediate_size)
 
     @property

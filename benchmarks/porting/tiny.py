@@ -76,6 +76,18 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
+    "Qwen3_5MoeForCausalLM": {
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 24,
+    },
     "Phi3ForCausalLM": {"model_type": "phi3", "partial_rotary_factor": 0.5},
 }
 """Config fields by architecture; windows are shorter than the prompt of a check."""

@@ -58,6 +58,9 @@ class LinearWeights(Protocol):
         x: [T, inputs]; out: output tensor, contiguous.
         """
 
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up of the matmul, [T, outputs / 2]. The first half of the outputs is the gate."""
+
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:

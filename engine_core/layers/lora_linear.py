@@ -103,6 +103,10 @@ class LoraLinear:
         """Implement `LinearWeights.apply`, without adapters."""
         return self.base.apply(x, out)
 
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implement `LinearWeights.apply_gated`, without adapters."""
+        return self.base.apply_gated(x, activation)
+
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -33,12 +33,13 @@ class GatedMLP:
         self.kernels = kernels
 
     @classmethod
-    def build(cls, config: ModelConfig, prefix: str, context: BuildContext) -> Self:
+    def build(cls, config: ModelConfig, prefix: str, context: BuildContext, width: int | None = None) -> Self:
         """Allocate a network with uninitialized weights.
 
-        prefix: of the names of its linear layers, such as "model.layers.0.mlp.".
+        prefix: of the names of its linear layers, such as "model.layers.0.mlp."; width: inputs of its down projection,
+        None for `intermediate_size`.
         """
-        width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        width, hidden, bias = width or config.intermediate_size, config.hidden_size, config.mlp_bias
         gate_up = context.linear(f"{prefix}gate_up_proj", 2 * width, hidden, bias, _parts(width))
         down = context.linear(f"{prefix}down_proj", hidden, width, bias)
         down.reorder_producer(gate_up)
@@ -64,6 +65,14 @@ class GatedMLP:
             return down.apply(hidden), residual
         quantized, residual = gate_up.apply_normed_quantized(update, residual, norm, self.activation, to)
         return down.apply_quantized(quantized), residual
+
+    def apply(self, x: Tensor, adapters: AdapterTokens | None) -> Tensor:
+        """Return the network of x, both [T, hidden]: without a norm before it."""
+        gate_up, down = self.gate_up.adapted(adapters), self.down.adapted(adapters)
+        to = down.input_format(x.shape[0])
+        if to is None:
+            return down.apply(gate_up.apply_gated(x, self.activation))
+        return down.apply_quantized(self.kernels.quantized_gate(gate_up.apply(x), self.activation, to))
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

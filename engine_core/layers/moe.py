@@ -13,6 +13,7 @@ from tandem.engine_core.kernels.moe.routing import Routing
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.linear import Norm
+from tandem.engine_core.layers.shared_expert import SharedExpert
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig, MoEConfig, layer_prefix
 
@@ -59,11 +60,13 @@ class MixtureOfExperts:
         switch: RoutingSwitch,
         seed: int,
         kernels: KernelSet,
+        shared: SharedExpert | None = None,
     ) -> None:
         """Store the parts of a network.
 
         router: weight, [E, hidden], in the model's dtype or float32; top_k: number of experts per token; projections:
-        names of an expert's gate, up and down projections; seed: of uniform routing, different in each layer.
+        names of an expert's gate, up and down projections; seed: of uniform routing, different in each layer;
+        shared: the expert that all tokens use, None if there is none.
         """
         self.router = router
         self.experts = experts
@@ -73,6 +76,7 @@ class MixtureOfExperts:
         self.switch = switch
         self.seed = seed
         self.kernels = kernels
+        self.shared = shared
 
     @classmethod
     def build(
@@ -88,7 +92,10 @@ class MixtureOfExperts:
         experts = context.experts(f"{name}.experts", *sizes, config.activation, moe.projections)
         dtype = context.own_dtype(f"{name}.gate.weight")
         router = torch.empty(moe.experts, config.hidden_size, device=context.device, dtype=dtype)
-        return cls(router, experts, moe.top_k, moe.routing, moe.projections, switch, layer, context.kernels)
+        shared = None
+        if moe.shared_width:
+            shared = SharedExpert.build(config, moe.shared_width, f"{name}.", context)
+        return cls(router, experts, moe.top_k, moe.routing, moe.projections, switch, layer, context.kernels, shared)
 
     def __call__(
         self,
@@ -100,14 +107,19 @@ class MixtureOfExperts:
     ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
-        update, residual, norm: as in `GatedMLP.__call__`; rows: as in `ForwardBatch`; padding gets zeros;
-        adapters: not used, adapters of experts are not supported.
+        update, residual, norm: as in `GatedMLP.__call__`; rows: as in `ForwardBatch`; padding is not routed; adapters:
+        of the shared expert, those of others are not supported.
         """
         assert norm.update_weight is None, "the norm before a router is a plain RMSNorm"
         given = update, residual, norm.weight, norm.eps, self.router, self.top_k, self.routing
         normed, stream, routed = self.kernels.norm_and_route(*given, self.switch.flag, rows, self.seed)
-        return self.experts.run(normed, routed), stream
+        output = self.experts.run(normed, routed)
+        return (output if self.shared is None else self.shared.add(normed, output, adapters)), stream
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""
-        return [WeightSlot.whole(f"{prefix}gate.weight", self.router), *self.experts.slots(prefix, self.projections)]
+        return [
+            WeightSlot.whole(f"{prefix}gate.weight", self.router),
+            *self.experts.slots(prefix, self.projections),
+            *([] if self.shared is None else self.shared.slots(prefix)),
+        ]

@@ -49,10 +49,7 @@ class UnfusedLinear(ABC):
         return self.kernels.quantized_gate(gate_up, activation, to), stream
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up of the matmul, [T, outputs / 2].
-
-        The weight holds the gate's rows first.
-        """
+        """Implement `LinearWeights.apply_gated` in two launches."""
         return self.kernels.gated_activation(self.apply(x), activation)
 
     def input_format(self, rows: int) -> ActivationFormat | None:

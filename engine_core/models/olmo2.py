@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.layers.attention import Attention, attend_and_project
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
@@ -83,15 +82,6 @@ class Olmo2Attention(Attention):
         return attend_and_project(*given, state.scales)
 
 
-class Olmo2MLP(GatedMLP):
-    """Gated feed-forward network of a stream that is not normalised."""
-
-    def apply(self, stream: Tensor, adapters: AdapterTokens | None) -> Tensor:
-        """Return the update of a stream, both [T, hidden]."""
-        gate_up, down = self.gate_up.adapted(adapters), self.down.adapted(adapters)
-        return down.apply(self.kernels.gated_activation(gate_up.apply(stream), self.activation))
-
-
 @dataclass(slots=True, eq=False)
 class Olmo2Block:
     """One block: attention and a feed-forward network.
@@ -101,7 +91,7 @@ class Olmo2Block:
 
     attention: Olmo2Attention
     attention_norm: RMSNorm
-    mlp: Olmo2MLP
+    mlp: GatedMLP
     mlp_norm: RMSNorm
 
     @classmethod
@@ -111,7 +101,7 @@ class Olmo2Block:
         return cls(
             Olmo2Attention.build(config, config.attention[index], f"{prefix}self_attn.", context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
-            Olmo2MLP.build(config, f"{prefix}mlp.", context),
+            GatedMLP.build(config, f"{prefix}mlp.", context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
         )
 

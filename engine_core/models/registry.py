@@ -33,6 +33,7 @@ from tandem.engine_core.models import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
 )
 from tandem.engine_core.models.config_fields import ConfigSource
@@ -102,6 +103,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family("Qwen 2 and 2.5", qwen2.read_config, qwen2.build),
     "Qwen3ForCausalLM": Family("Qwen 3", qwen3.read_config, qwen3.build),
     "Qwen3_5ForCausalLM": Family("Qwen 3.5, 3.6 and 3.8 (dense)", qwen3_5.read_config, qwen3_5.build),
+    "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 and 3.6 MoE", qwen3_5_moe.read_config, qwen3_5_moe.build),
     "Qwen3MoeForCausalLM": Family("Qwen 3 MoE", qwen3_moe.read_config, qwen3_moe.build),
 }
 

@@ -132,6 +132,12 @@ SHAPES = {
     "qwen3.5-9b": shape(
         *("Qwen3_5TextConfig", 4096, 12288, 16, 4), head_dim=256, layer_types=["linear_attention", "full_attention"]
     ),
+    "qwen3.6-35b-a3b": shape(
+        *("Qwen3_5MoeTextConfig", 2048, 512, 16, 2),
+        head_dim=256,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=32,
+    ),
     "qwen3-4b": shape("Qwen3Config", 2560, 9728, 32, 8, head_dim=128, tie_word_embeddings=True),
 }
 

@@ -11,6 +11,7 @@ from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, g
 from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan, choose_router
 from tandem.engine_core.kernels.moe.route import normed_router, route, router_partials
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
+from tandem.engine_core.kernels.moe.shared_expert import add_shared_expert
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, empty_quantized_activation
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
@@ -30,6 +31,7 @@ def empty_routing(tokens: int, experts: int, top_k: int) -> Routed:
 def mixtures(gpu: GpuTraits, rows: tuple[int, ...], bits: tuple[int, ...] = (16, 8)) -> Iterator[Launch]:
     """The kernels of a layer for some numbers of tokens, with 16-bit weights and FP8 in blocks and with row scales."""
     yield from wide_experts(gpu)
+    yield lambda: add_shared_expert(half(2, HIDDEN), half(1, HIDDEN), half(2, HIDDEN), half(2, HIDDEN), gpu.pdl)
     for tokens in rows:
         yield from routings(gpu, tokens)
         for weight_bits in bits:

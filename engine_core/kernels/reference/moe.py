@@ -147,5 +147,14 @@ def run_experts(
     return total.to(x.dtype)
 
 
+def add_shared_expert(x: Tensor, gate: Tensor, shared: Tensor, routed: Tensor) -> Tensor:
+    """Return routed + sigmoid(gate(x)) * shared, [T, inputs], computed in float32.
+
+    x, shared, routed: [T, inputs]; gate: [1, inputs].
+    """
+    logit = (x.float() * gate.float()).sum(-1, keepdim=True)
+    return (routed.float() + logit.sigmoid() * shared.float()).to(routed.dtype)
+
+
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x, weight.t().contiguous().t() if x.device.type == "cpu" else weight)

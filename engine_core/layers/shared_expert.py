@@ -1,0 +1,47 @@
+"""Shared expert of a mixture: a network that all tokens use, weighted by a gate (Qwen 2 MoE, Qwen3-Next, Qwen 3.5)."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.mlp import GatedMLP
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.model_config import ModelConfig
+
+
+class SharedExpert:
+    """A gated feed-forward network times sigmoid(gate(x)), one number for each token."""
+
+    def __init__(self, network: GatedMLP, gate: Tensor, kernels: KernelSet) -> None:
+        """Store the parts. gate: weight of the gate, [1, hidden], in the model's dtype or float32."""
+        self.network = network
+        self.gate = gate
+        self.kernels = kernels
+
+    @classmethod
+    def build(cls, config: ModelConfig, width: int, prefix: str, context: BuildContext) -> Self:
+        """Allocate an expert with uninitialized weights.
+
+        width: inputs of its down projection; prefix: of the mixture, such as "model.layers.0.mlp.".
+        """
+        dtype = context.own_dtype(f"{prefix}shared_expert_gate.weight")
+        gate = torch.empty(1, config.hidden_size, device=context.device, dtype=dtype)
+        return cls(GatedMLP.build(config, f"{prefix}shared_expert.", context, width), gate, context.kernels)
+
+    def add(self, x: Tensor, routed: Tensor, adapters: AdapterTokens | None) -> Tensor:
+        """Return the output of a mixture with this expert, [T, hidden].
+
+        x: inputs of all experts; routed: output of the experts that the router chose, both [T, hidden].
+        """
+        return self.kernels.add_shared_expert(x, self.gate, self.network.apply(x, adapters), routed)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors. prefix: as in `build`."""
+        return [
+            *self.network.slots(f"{prefix}shared_expert."),
+            WeightSlot.whole(f"{prefix}shared_expert_gate.weight", self.gate),
+        ]
