@@ -18,6 +18,8 @@ from tandem.engine_core.contracts import Compiler
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.key_limits import KeyLimits
 from tandem.engine_core.kv_cache.sessions import scoped
+from tandem.engine_core.lora.adapters import Adapters, CallResult
+from tandem.engine_core.lora.announcements import Announcements
 from tandem.engine_core.scheduler.inspection import inspect
 from tandem.engine_core.scheduler.pause import PauseSwitch
 from tandem.engine_core.scheduler.scheduler import Scheduler
@@ -92,6 +94,7 @@ class Control:
         """The object used for each identity, regardless of the message that carried it: `Scheduler.commit` compares
         by `is`."""
         self.key_limits = KeyLimits(clock)
+        self._announcements = Announcements(clock)
         self._refused: dict[bytes, tuple[int, Failure]] = {}
         """Last group refused for overload or a limit of its key, with the refusal, by frontend."""
         self._first_of_group: dict[bytes, int] = {}
@@ -131,6 +134,8 @@ class Control:
                 return inspect(self.scheduler, call, self.stats, self.clock(), self.pause.mode, self.pause.refuses_new)
             case LoadAdapter() | UnloadAdapter():
                 return self._change_adapters(client, command)
+            case Renew(adapter_changes):
+                self._announcements.note(client, adapter_changes)
             case Pause():
                 self._pause(client, command)
             case Resume(call):
@@ -144,6 +149,7 @@ class Control:
         self._refused.pop(client, None)
         self._first_of_group.pop(client, None)
         self.pause.forget(client)
+        self._announcements.forget(client)
         return self.clients.pop(client, None) is not None
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
@@ -159,7 +165,10 @@ class Control:
             return None
         self.clients[client] = name
         self._identities[client] = client
-        return Ready(PROTOCOL_VERSION, self.epoch, self.model, self.limits)
+        if (adapters := self.scheduler.adapters) is None:
+            return Ready(PROTOCOL_VERSION, self.epoch, self.model, self.limits)
+        self._announcements.note(client, adapters.changes)
+        return Ready(PROTOCOL_VERSION, self.epoch, self.model, self.limits, adapters.listed)
 
     def _set_policy(self, call: int, asked: str) -> Answer:
         """Change the scheduling policy, if it exists and this engine can run it."""
@@ -188,6 +197,12 @@ class Control:
             logger.info("%s unloads the adapter %s", self.clients[client], name)
             problem = adapters.unload(client, call, command.name)
         return Answer(call, False, problem, adapters=adapters.listed) if problem else None
+
+    def take_adapter_results(self, adapters: Adapters) -> list[CallResult]:
+        """Return the results of calls that all frontends know of by now."""
+        for result in adapters.take_answers():
+            self._announcements.add(result, adapters.changes)
+        return self._announcements.take(self.clients)
 
     def _find_adapter(self, name: str) -> Adapter | None:
         """Return the adapter of a request. Raises RequestError if it is not loaded."""

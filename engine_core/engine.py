@@ -193,7 +193,7 @@ class Engine:
                 self.scheduler.set_constraint(seq_id, result)
         if (adapters := self.scheduler.adapters) is not None:
             self.scheduler.advance_adapters(now)
-            for client, call, problem in adapters.take_answers():
+            for client, call, problem in self.control.take_adapter_results(adapters):
                 self.mailbox.reply(client, Answer(call, not problem, problem, adapters=adapters.listed))
         self.stages.mark("drain")
         if rejected:

@@ -155,8 +155,12 @@ class Renew(Command, frozen=True, array_like=True, tag=7):
     """Renew the lease of this connection.
 
     A frontend sends it every RENEW_SECONDS from its event loop. The engine ends a connection from which it has received
-    nothing at all for LEASE_SECONDS; it answers a Renew on a connection that it does not have with `Closed`.
+    nothing at all for LEASE_SECONDS; it answers a Renew on a connection that it does not have with `Closed`. A further
+    Renew follows each new list of adapters, whose `LoadAdapter` or `UnloadAdapter` is answered once all have it.
     """
+
+    adapter_changes: int = -1
+    """`AdapterList.changes` of the newest list that the frontend knows, in the Renew that follows it."""
 
 
 PauseMode = Literal["abort", "wait", "keep"]

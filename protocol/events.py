@@ -61,6 +61,24 @@ class Limits(Struct, frozen=True, array_like=True):
     """Number of token ids of a prediction that drafts are taken from; 0: the engine verifies no drafts."""
 
 
+class AdapterFacts(Struct, frozen=True, array_like=True):
+    """An adapter that requests may use."""
+
+    name: str
+    path: str
+    """Folder of its files."""
+    version: int
+    """Number that no other adapter, and no earlier one of the name, has had."""
+
+
+class AdapterList(Struct, frozen=True, array_like=True):
+    """The adapters that requests may use."""
+
+    changes: int
+    """Number of changes since the engine's start: it orders heartbeats and answers, which come by two sockets."""
+    adapters: list[AdapterFacts]
+
+
 class Ready(Event, frozen=True, array_like=True, tag=0):
     """Answer to a `Hello`: the connection is open."""
 
@@ -68,6 +86,8 @@ class Ready(Event, frozen=True, array_like=True, tag=0):
     engine_epoch: int
     model: ModelFacts
     limits: Limits
+    adapters: AdapterList | None = None
+    """The adapters that requests may use; None: the engine takes none."""
 
 
 class Refused(Event, frozen=True, array_like=True, tag=1):
@@ -190,24 +210,6 @@ class Phase(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-class AdapterFacts(Struct, frozen=True, array_like=True):
-    """An adapter that requests may use."""
-
-    name: str
-    path: str
-    """Folder of its files."""
-    version: int
-    """Number that no other adapter, and no earlier one of the name, has had."""
-
-
-class AdapterList(Struct, frozen=True, array_like=True):
-    """The adapters that requests may use."""
-
-    changes: int
-    """Number of changes since the engine's start: it orders heartbeats and answers, which come by two sockets."""
-    adapters: list[AdapterFacts]
 
 
 class Answer(Event, frozen=True, array_like=True, tag=4):

@@ -30,12 +30,11 @@ L1 = {
         "integers",
     )
 }
-L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler", "tandem.engine_core.lora.adapters"} | {
-    f"tandem.engine_core.kv_cache.{name}"
-    for name in (
-        *("manager", "audit", "page_classes", "pages", "radix", "eviction", "pending_pages", "sessions"),
-        *("state_slots", "states"),
-    )
+L2_KV_CACHE = ("manager", "audit", "page_classes", "pages", "radix", "eviction", "pending_pages", "sessions")
+L2 = {
+    *("tandem.engine_core.pipeline", "tandem.engine_core.scheduler"),
+    *(f"tandem.engine_core.lora.{name}" for name in ("adapters", "announcements")),
+    *(f"tandem.engine_core.kv_cache.{name}" for name in (*L2_KV_CACHE, "state_slots", "states")),
 }
 L3_NAMES = (
     "kernels",

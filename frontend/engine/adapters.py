@@ -23,13 +23,14 @@ class KnownAdapters:
         """The adapters, in the order in which they were loaded."""
         return list(self._facts.values())
 
-    def observe(self, epoch: int, listed: AdapterList | None) -> None:
-        """Replace the adapters by those of an engine, unless newer ones are known.
+    def observe(self, epoch: int, listed: AdapterList | None) -> bool:
+        """Replace the adapters by those of an engine, unless newer ones are known; return whether they were replaced.
 
         epoch: of the engine; listed: None if it takes no adapters.
         """
         changes = -1 if listed is None else listed.changes
         if epoch == self._epoch and changes <= self._changes:
-            return
+            return False
         self._epoch, self._changes = epoch, changes
         self._facts = {facts.name: facts for facts in ([] if listed is None else listed.adapters)}
+        return True

@@ -20,6 +20,9 @@ from tandem.protocol.events import Answer, Inspection
 CALL_SECONDS = 10.0
 """Seconds after which a call fails; the engine replies between two steps."""
 
+ADAPTER_SECONDS = 300.0
+"""The same for a load, which reads files, and an unload, which lasts as long as the requests of the adapter."""
+
 EngineCall = EndSession | SetPolicy | Inspect | Pause | Resume | LoadAdapter | UnloadAdapter
 EngineReply = Answer | Inspection
 
@@ -32,9 +35,15 @@ class EngineCalls:
 
     """
 
-    def __init__(self, send: Callable[[EngineCall], None], timeout: float = CALL_SECONDS) -> None:
+    def __init__(
+        self,
+        send: Callable[[EngineCall], None],
+        timeout: float = CALL_SECONDS,
+        adapter_timeout: float = ADAPTER_SECONDS,
+    ) -> None:
         self._send = send
         self._timeout = timeout
+        self._adapter_timeout = adapter_timeout
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[EngineReply]] = {}
 
@@ -70,17 +79,16 @@ class EngineCalls:
         await self._answer(Resume)
 
     async def load_adapter(self, name: str, path: str, replaces: bool) -> str:
-        """Load an adapter, however long that takes.
-
-        Return "" once requests may use it, or the reason why not.
-        """
-        reply = await self._ask(lambda call: LoadAdapter(call, name, path, replaces), None)
+        """Load an adapter; return "" once requests of all frontends may use it, or the reason why not."""
+        remedy = "it may still be loading: GET /v1/models lists it once it is loaded"
+        reply = await self._ask(lambda call: LoadAdapter(call, name, path, replaces), self._adapter_timeout, remedy)
         assert isinstance(reply, Answer), reply
         return "" if reply.ok else reply.message
 
     async def unload_adapter(self, name: str) -> str:
         """Unload an adapter; return "" once no request uses it, or the reason why there is none."""
-        reply = await self._ask(lambda call: UnloadAdapter(call, name), None)
+        remedy = "the adapter takes no more requests, but some still use it"
+        reply = await self._ask(lambda call: UnloadAdapter(call, name), self._adapter_timeout, remedy)
         assert isinstance(reply, Answer), reply
         return "" if reply.ok else reply.message
 
@@ -107,13 +115,15 @@ class EngineCalls:
         assert isinstance(reply, Answer), reply
         return reply
 
-    async def _ask(self, make: Callable[[int], EngineCall], timeout: float | None) -> EngineReply:
+    async def _ask(
+        self, make: Callable[[int], EngineCall], timeout: float | None, remedy: str = "try again later"
+    ) -> EngineReply:
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(make(number))
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
-            raise unavailable(f"the engine did not answer within {timeout:g} s; try again later") from None
+            raise unavailable(f"the engine did not answer within {timeout:g} s; {remedy}") from None
         finally:
             del self._open[number]

@@ -25,9 +25,10 @@ from tandem.frontend.engine.streams import OpenStreams, ReadySet, TokenStream
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.codec import ID_BYTES
-from tandem.protocol.commands import Abort, Submit
+from tandem.protocol.commands import Abort, Renew, Submit
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
+    AdapterList,
     Answer,
     AnyEvent,
     Heartbeat,
@@ -322,7 +323,7 @@ class EngineClient:
             return
         self._watch.observe(heartbeat)
         if heartbeat.phase is Phase.READY:
-            self.adapters.observe(heartbeat.engine_epoch, heartbeat.adapters)
+            self._learn_adapters(heartbeat.engine_epoch, heartbeat.adapters)
         self._load.observe(heartbeat, self.facts.limits if self.facts is not None else None)
         link = self._link
         if link is not None and link.epoch != heartbeat.engine_epoch:
@@ -372,7 +373,7 @@ class EngineClient:
                 if isinstance(event, Answer) and self._link is not None:
                     self._watch.note_pause(self._link.epoch, event.pause_changes)
                     if event.adapters is not None:
-                        self.adapters.observe(self._link.epoch, event.adapters)
+                        self._learn_adapters(self._link.epoch, event.adapters)
                 self.calls.answer(event)
             case KeyUsage(name):
                 self.key_usage[name] = event
@@ -380,6 +381,12 @@ class EngineClient:
                 self._held.note_launched(frozenset(request_ids))
             case Refused(message):
                 self._refuse(f"the engine refused this frontend: {message}")
+
+    def _learn_adapters(self, epoch: int, listed: AdapterList | None) -> None:
+        """Take note of the adapters of an engine, and tell it once they are known here."""
+        link = self._link
+        if self.adapters.observe(epoch, listed) and listed and link is not None and link.ready and link.epoch == epoch:
+            link.send(Renew(listed.changes))
 
     def _on_ready(self, ready: Ready) -> None:
         link = self._link
@@ -390,6 +397,7 @@ class EngineClient:
             self._refuse(reason)
         else:
             link.ready = ready
+            self.adapters.observe(link.epoch, ready.adapters)
             self.num_links += 1
             self._metrics.link.connected.set(1)
             self._metrics.link.connects.inc()

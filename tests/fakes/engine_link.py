@@ -11,6 +11,7 @@ from tandem.protocol.codec import decode_command, step_output
 from tandem.protocol.commands import Abort, AnyCommand, Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import (
+    AdapterList,
     AnyEvent,
     Failure,
     Heartbeat,
@@ -65,9 +66,9 @@ class FakeLink:
     def close(self, polite: bool = False) -> None:
         pass
 
-    def answer(self, facts: ModelFacts = FACTS, limits: Limits = LIMITS) -> None:
+    def answer(self, facts: ModelFacts = FACTS, limits: Limits = LIMITS, adapters: AdapterList | None = None) -> None:
         """Answer the Hello."""
-        self.on_event(Ready(PROTOCOL_VERSION, self.epoch, facts, limits))
+        self.on_event(Ready(PROTOCOL_VERSION, self.epoch, facts, limits, adapters))
 
     @property
     def submitted(self) -> list[Submit]:

@@ -13,6 +13,7 @@ Abort 2: request_ids reason
 EndSession 4: call session key
 Hello 0: protocol_version engine_epoch name lost_identity
 Inspect 6: call
+Renew 7: adapter_changes
 LoadAdapter 10: call name path load_inplace
 UnloadAdapter 11: call name
 KeyClaim: name max_concurrent tokens_per_minute num_sequences prompt_tokens shares_cache
@@ -37,7 +38,7 @@ Launched 9: request_ids
 Limits: max_rows kv_tokens page_size max_step_tokens max_waiting max_concurrent max_queued_tokens
 ModelFacts: name vocab_size max_len end_ids tokenizer_fingerprint device dtype created template_fingerprint
     weight_format kv_dtype
-Ready 0: protocol_version engine_epoch model limits
+Ready 0: protocol_version engine_epoch model limits adapters
 Refused 1: message
 Speculation: method max_drafts is_adaptive
 SequenceTimes: request_id admitted launched first_token ended num_steps preemptions

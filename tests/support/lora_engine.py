@@ -87,9 +87,12 @@ class LoraEngine(DrivenEngine):
         return answer
 
     def load(self, name: str, path: Path, load_inplace: bool = False) -> Answer:
-        self._calls += 1
-        self.call(LoadAdapter(self._calls, name, str(path), load_inplace))
+        self.begin_load(name, path, load_inplace)
         return self.await_answer()
+
+    def begin_load(self, name: str, path: Path, load_inplace: bool = False) -> Answer | None:
+        self._calls += 1
+        return self.call(LoadAdapter(self._calls, name, str(path), load_inplace))
 
     def begin_unload(self, name: str) -> Answer | None:
         self._calls += 1

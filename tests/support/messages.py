@@ -86,7 +86,7 @@ COMMANDS = (
     | st.builds(EndSession, call=ANY_INT, session=TEXT)
     | st.builds(SetPolicy, call=ANY_INT, policy=TEXT)
     | st.builds(Inspect, call=ANY_INT)
-    | st.builds(Renew)
+    | st.builds(Renew, adapter_changes=ANY_INT)
     | st.builds(Pause, call=ANY_INT, mode=st.sampled_from(PAUSE_MODES), refuse_new=st.booleans())
     | st.builds(Resume, call=ANY_INT)
 )

@@ -12,11 +12,13 @@ from tandem.engine_core.lora.adapter_loader import ThreadedLoader
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.device_memory import adapter_bytes
 from tandem.engine_core.startup.engine import resolve_engine
+from tandem.protocol.commands import Goodbye, Hello, Renew
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Failure
+from tandem.protocol.events import Failure, Ready
+from tandem.protocol.version import PROTOCOL_VERSION
 from tests.e2e.test_families import FAMILIES
-from tests.support.engine_driver import CLIENT, DrivenEngine
+from tests.support.engine_driver import CLIENT, EPOCH, DrivenEngine
 from tests.support.lora_engine import LoraEngine
 from tests.support.lora_folder import ALL, merge, write_adapter
 from tests.support.model_folder import write_model
@@ -308,3 +310,24 @@ def test_recurrent_models_refuse_adapters(tmp_path: Path) -> None:
     save_random(tmp_path, Qwen3_5TextConfig(**SMALL | FAMILIES["qwen3_5"][1]))
     with pytest.raises(ConfigError, match="--enable-lora"):
         resolve_engine(EngineOptions(model=str(tmp_path), device="cpu", enable_lora=True), cuda=False)
+
+
+def test_a_load_is_answered_once_the_other_frontend_knows_the_adapter(model: Path) -> None:
+    engine = LoraEngine.start(model)
+    engine.mailbox.inbox.append((b"other", Hello(PROTOCOL_VERSION, EPOCH, "other")))
+    engine.engine.tick()
+    ready = engine.mailbox.replies[-1][1]
+    assert isinstance(ready, Ready) and ready.adapters is not None
+    path = adapter_of(model, "a")
+    for known in (ready.adapters.changes + 1, ready.adapters.changes + 2):
+        call = engine.begin_load("a", path, load_inplace=True)
+        assert call is None
+        while engine.adapters.is_busy:
+            engine.engine.tick()
+        engine.engine.tick()
+        assert engine.answer() is None and engine.adapters.changes == known
+        engine.mailbox.inbox.append((b"other", Renew(known)))
+        assert engine.await_answer().ok
+    engine.begin_unload("a")
+    engine.mailbox.inbox.append((b"other", Goodbye()))
+    assert engine.await_answer().ok

@@ -1,6 +1,7 @@
 """Matching of replies with calls, without an engine."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -45,6 +46,17 @@ def test_a_call_without_a_reply_is_503() -> None:
         assert (caught.value.status, caught.value.code) == (503, ErrorCode.ENGINE_UNAVAILABLE)
         assert calls.num_open == 0
         calls.answer(Answer(sent[0].call, True))
+
+    asyncio.run(wait_in_vain())
+
+
+@pytest.mark.parametrize("ask", [lambda calls: calls.load_adapter("a", "/a", False), lambda c: c.unload_adapter("a")])
+def test_calls_of_adapters_have_a_time_of_their_own(ask: Callable[[EngineCalls], Awaitable[str]]) -> None:
+    async def wait_in_vain() -> None:
+        calls = EngineCalls(lambda _: None, timeout=1000.0, adapter_timeout=0.01)
+        with pytest.raises(ApiError, match=r"\b0\.01\b") as caught:
+            await ask(calls)
+        assert (caught.value.status, calls.num_open) == (503, 0)
 
     asyncio.run(wait_in_vain())
 
