@@ -27,6 +27,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 Batching = Literal["continuous", "static"]
 Speculate = Literal["off", "ngram"]
 SpeculateTokens = int | Literal["auto"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Parse = Callable[[str], Any]
 
 ANY_NAME = "*"
@@ -356,6 +357,13 @@ class EngineOptions(Struct, frozen=True):
     speculate_max_match: Annotated[
         int, EngineFlag("number of last tokens that are compared to find the best place to draft from", bounds=(1, 16))
     ] = 4
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        EngineFlag(
+            "log-probabilities of sampled tokens: the model's own, or processed: after bias, penalties, masks, "
+            "temperature and truncation; those of prompts are always the model's own"
+        ),
+    ] = "raw_logprobs"
     developer: Annotated[
         Switch, EngineFlag("on allows the flags of benchmarks, which replace the model's output by another")
     ] = "off"

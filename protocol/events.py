@@ -122,7 +122,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Log-probabilities of consecutive tokens of one sequence.
 
     They are the float32 log-softmax of the model's logits before bias, penalties, temperature, truncation and masks;
-    -inf and NaN may occur.
+    under `--logprobs-mode processed_logprobs` those of generated tokens are taken after them. -inf and NaN may occur.
     """
 
     request_id: int

@@ -35,6 +35,7 @@ from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
 from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.staging import Packed, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
+from tandem.engine_core.sampling.processed_logprobs import ProcessedLogprobs
 from tandem.engine_core.sampling.sampler import Mode, Sampler
 from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer
 
@@ -63,6 +64,7 @@ class TorchRuntime:
         clock: StepClock | None = None,
         speculator: Speculator | None = None,
         adapters: RowAdapters | None = None,
+        processed: ProcessedLogprobs | None = None,
     ) -> None:
         self.device = device
         self.model = model
@@ -77,6 +79,8 @@ class TorchRuntime:
         self.clock = clock
         self.speculator = speculator
         self.adapters = adapters
+        self.processed = processed
+        """Scores sampled tokens; None: their log-probabilities are the model's own."""
         self._collected = 0.0
 
     def needs_exact_positions(self, plan: StepPlan) -> bool:
@@ -219,7 +223,10 @@ class TorchRuntime:
         if s.plan.logprobs >= 0 and s.packed.fields["record_index"][1]:
             # From the logits in a graph's buffer, before the next forward can overwrite them (I1).
             records, index = _record_view(s.records, 0, count, s.plan), field(s.device_inputs, s.packed, "record_index")
-            self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, records, index)
+            if self.processed is None:
+                self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, records, index)
+            else:
+                self.processed.run(self._sampled_batch(s, s.logits[:count], allowed), s.plan.logprobs, records, index)
         # A step of chunks only has no tokens, but its end must be awaited too (I6).
         if self.clock is not None:
             # Before the event that the copy waits for: once the results are here, this mark has been reached too.
@@ -334,6 +341,16 @@ class TorchRuntime:
         else:
             out = s.sampled[: len(logits)]
             self.sampler.sample(self.tables.sampling_batch(logits, s.device_inputs, s.packed, allowed, out))
+
+    def _sampled_batch(self, s: StepSlot, logits: Tensor, allowed: Tensor | None) -> SamplingBatch:
+        """Return the batch that a step was sampled from. logits: [S, V]; allowed: [S, words]."""
+        assert s.packed is not None and s.plan is not None
+        count, sampled = len(logits), s.sampled[: len(logits)]
+        if s.sampling is None and not s.plan.num_drafts:
+            return self.tables.sampling_batch(logits, s.device_inputs, s.packed, allowed, sampled)
+        rows, positions = s.sample_rows[:count], s.sample_positions[:count]
+        needs = self.tables.sampling_needs(s.packed, allowed is not None)
+        return SamplingBatch(logits, rows, positions, sampled, allowed, needs, s.packed.longest)
 
     def _sample_and_accept(self, s: StepSlot, logits: Tensor, allowed: Tensor | None) -> int:
         """Enqueue the sampling of all positions of a step that verifies drafts, and the acceptance.

@@ -35,6 +35,7 @@ from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.staging import capacity
 from tandem.engine_core.runtime.tables import DeviceTables
+from tandem.engine_core.sampling.processed_logprobs import ProcessedLogprobs
 from tandem.engine_core.sampling.sampler import Sampler
 from tandem.engine_core.sampling.scorer import TokenScorer
 from tandem.engine_core.startup import kv_sizing, pool_text
@@ -127,7 +128,15 @@ class RuntimeBuilder(Struct, frozen=True):
             StepClock(self.parts.device.instant),
             self.speculator,
             self.adapters,
+            self.processed,
         )
+
+    @property
+    def processed(self) -> ProcessedLogprobs | None:
+        """Scorer of sampled tokens; None if their log-probabilities are the model's own."""
+        if self.config.options.logprobs_mode == "raw_logprobs":
+            return None
+        return ProcessedLogprobs(self.tables.sampling, self.scorer)
 
     @property
     def adapters(self) -> RowAdapters | None:

@@ -38,13 +38,15 @@ def warm_up(runtime: Runtime, config: StepConfig) -> None:
 def full_step(config: StepConfig) -> StepPlan:
     """Plan the largest possible step.
 
-    Every row is sampled, and the step has the maximum number of positions, all with prompt log-probabilities.
+    Every row is sampled, and the step has the maximum number of positions, all with prompt log-probabilities. Processed
+    log-probabilities take the most memory with all parameters.
     """
     length, longer = divmod(config.max_step_tokens, config.max_rows)
     # The token that is sampled needs a position of its own.
     lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
     rows = tuple([padding_prompt(length, prompt_logprobs=True) for length in lengths])
-    return StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, GREEDY),), logprobs=1)
+    params = GREEDY if config.options.logprobs_mode == "raw_logprobs" else FULL
+    return StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, params),), logprobs=1)
 
 
 def _copying_step() -> StepPlan:

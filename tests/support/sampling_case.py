@@ -10,7 +10,7 @@ from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMN
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES, Mode
-from tandem.engine_core.sampling.torch_sampler import TorchSampler
+from tandem.engine_core.sampling.torch_sampler import gather
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
 from tests.support.sure_draws import Sure, sure_draw
 
@@ -61,7 +61,7 @@ class Case:
     def sampling_rows(self, full: bool) -> SamplingRows:
         """Gather the oracle's parameters: all of them, or those of draws from the whole softmax."""
         batch = self.batch(torch.zeros_like(self.rows), EVERYTHING if full else RANDOM)
-        return TorchSampler(self.tables).gather(batch)
+        return gather(self.tables, batch)
 
     def to(self, device: str) -> "Case":
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -193,6 +193,25 @@ def adjust_logits(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) ->
     return logits
 
 
+def process_logits(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) -> Tensor:
+    """Return logits of the distributions that `sample` draws from.
+
+    In order: bias, penalties, suppression and mask; then, unless a row is greedy, division by its temperature and
+    truncation. They are relative to the maximum of a row that draws. The tokens that it cannot draw have -inf.
+
+    logits: [S, V], not modified; allowed: as in `sample`. Returns [S, V] float32.
+    """
+    logits = adjust_logits(logits, rows, allowed)
+    if rows.draw is None:
+        return logits
+    draws = (rows.draw.temperature != 0).unsqueeze(1)
+    # Subtract the maximum before the division, so that no temperature is small enough to overflow.
+    scores = (logits - logits.amax(-1, keepdim=True)) / torch.where(draws, rows.draw.temperature.unsqueeze(1), 1.0)
+    if (t := rows.truncation) is not None:
+        scores = truncate(scores, t.top_k, t.top_p, t.min_p)
+    return torch.where(draws, scores, logits)
+
+
 def logprob_records(logits: Tensor, chosen: Tensor, top: int) -> Tensor:
     """Return log-probabilities of each row's token and of its top tokens.
 

@@ -86,6 +86,18 @@ class SamplingBatch:
         """
         return tokens.shape[1] if self.publish else 0
 
+    def select(self, index: Tensor) -> "SamplingBatch":
+        """Return copies of some rows. index: [K] int64."""
+        return replace(
+            self,
+            logits=self.logits[index],
+            rows=self.rows[index],
+            positions=self.positions[index],
+            sampled=self.sampled[index],
+            allowed=None if self.allowed is None else self.allowed[index],
+            masked=None if self.masked is None else self.masked[index],
+        )
+
     def part(self, first: int, last: int) -> "SamplingBatch":
         """Return rows `first` to `last` (exclusive) as views."""
         rows = slice(first, last)

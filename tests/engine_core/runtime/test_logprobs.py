@@ -211,3 +211,45 @@ def test_end_token_comes_with_its_own_logprob(folder: Path) -> None:
     engine.run()
     assert engine.tokens(request) == engine.tokens(free)[: first + 1]
     assert list(found(engine, request)) == list(range(5, 5 + first + 1))
+
+
+PROCESSED = [
+    SamplingParams(9, temperature=0.0, ignore_eos=True),
+    SamplingParams(9, temperature=1.4, seed=3, ignore_eos=True),
+    SamplingParams(9, temperature=0.6, top_k=4, seed=4, ignore_eos=True),
+    SamplingParams(9, temperature=0.8, top_p=0.5, frequency_penalty=0.5, seed=5, ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize("speculate", ["off", "ngram"])
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+def test_processed_logprobs_are_those_of_the_distributions_drawn_from(
+    folder: Path, reference: Any, pipeline: str, speculate: str
+) -> None:
+    """Prompts keep the model's own; a draw has a probability above 0 and top-k tokens sum up to 1."""
+    engine = build(folder, pipeline=pipeline, prefill_chunk=16, speculate=speculate, logprobs_mode="processed_logprobs")
+    prompts = [prompt_of(length, length) * 2 for length in (1, 5, 33, 8)]
+    requests = [
+        engine.submit(prompt, params, logprobs=20, prompt_logprobs=20)
+        for prompt, params in zip(prompts, PROCESSED, strict=True)
+    ]
+    engine.run()
+    for request, prompt, params in zip(requests, prompts, PROCESSED, strict=True):
+        lines, tokens = found(engine, request), prompt + engine.tokens(request)
+        assert list(lines) == list(range(1, len(tokens)))
+        own = dense(reference, tokens)
+        check({position: line for position, line in lines.items() if position < len(prompt)}, own, tokens, 20)
+        for position in range(len(prompt), len(tokens)):
+            chosen, _, values = lines[position]
+            row = own[position - 1].clone()
+            for token in set(tokens[len(prompt) : position]):
+                row[token] -= params.frequency_penalty * tokens[len(prompt) : position].count(token)
+            row = (row / (params.temperature or 1.0)).log_softmax(-1)
+            kept = params.top_k or len(row)
+            if params.top_p < 1:
+                kept = int((row.sort(descending=True).values.exp().cumsum(0) < params.top_p).sum()) + 1
+            mass = row.topk(kept).values.logsumexp(0)
+            assert chosen == pytest.approx(float(row[tokens[position]] - mass), abs=TOLERANCE)
+            expected = [float(value - mass) for value in row.topk(min(kept, 20)).values]
+            assert values[: len(expected)] == pytest.approx(expected, abs=TOLERANCE)
+            assert all(value == float("-inf") for value in values[len(expected) :])

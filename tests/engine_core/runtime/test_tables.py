@@ -22,7 +22,7 @@ from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
 from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES
-from tandem.engine_core.sampling.torch_sampler import TorchSampler
+from tandem.engine_core.sampling.torch_sampler import TorchSampler, gather
 from tandem.engine_core.startup.warmup import run_step, warm_up
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.params import MAX_SEED, SamplingParams
@@ -49,7 +49,7 @@ def gathered(table: DeviceTables, inputs: torch.Tensor, packed: Packed) -> Sampl
     # As a forward pass does first.
     table.sampling.find_positions(field(inputs, packed, "token_rows"), field(inputs, packed, "positions"))
     batch = table.sampling_batch(torch.zeros(count, 1), inputs, packed, None, torch.zeros(count, dtype=torch.int32))
-    return TorchSampler(table.sampling).gather(batch)
+    return gather(table.sampling, batch)
 
 
 def first(

@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.kernels.speculation.accept import accept as accept_kernel
 from tandem.engine_core.kernels.speculation.reference import accept, verify_inputs
 from tandem.engine_core.sampling.sampler import RANDOM, Mode
-from tandem.engine_core.sampling.torch_sampler import TorchSampler
+from tandem.engine_core.sampling.torch_sampler import TorchSampler, gather
 from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tests.support.sampling_case import (
     EVERYTHING,
@@ -188,14 +188,14 @@ def test_runs_follow_the_distribution_of_the_model() -> None:
     case.floats[:, [TEMPERATURE, TOP_P, REPETITION]], case.floats[:, [MIN_P, PRESENCE, FREQUENCY]] = 1.0, 0.0
     draft = torch.randint(0, vocab, (len(case.tokens),), generator=generator).int()
     case.tokens[:, 2] = draft
-    queries, sampler = 2, TorchSampler(case.tables)
+    queries = 2
     chosen = torch.arange(1, rows + 1, dtype=torch.int32)
     logits = torch.stack([first.expand(rows, vocab), second[draft[1 : rows + 1].long()]], 1).reshape(-1, vocab)
     sampled = torch.zeros(rows * queries, dtype=torch.int32)
     at = torch.tensor([1, 2]).int().repeat(rows)
     batch = SamplingBatch(logits, chosen.repeat_interleave(queries), at, sampled, needs=RANDOM, longest=6)
     # Segments of the usual size would be padding but for five tokens.
-    sampled.copy_(sample(logits, sampler.gather(batch), segment=8))
+    sampled.copy_(sample(logits, gather(case.tables, batch), segment=8))
     pairs = sampled.view(rows, queries).long()
     accepted = pairs[:, 0] == draft[1 : rows + 1]
     assert_chi_squared(pairs[:, 0], first.softmax(0))
