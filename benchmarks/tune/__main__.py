@@ -46,6 +46,7 @@ from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
+    FEW_ROWS,
     KERNEL_VERSION,
     NO_TABLE,
     W8A8_BUCKETS,
@@ -69,7 +70,12 @@ def arguments_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", nargs="+", default=["1b", "8b"], help="1b, 8b, 4b, a shape's name or a folder")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[64, 32, 1, 128, 16], choices=BUCKETS, help="rows of decode steps"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[64, 32, 1, FEW_ROWS, 128, 16],
+        choices=sorted((*BUCKETS, FEW_ROWS)),
+        help=f"rows of decode steps; {FEW_ROWS} with 16 bits only",
     )
     parser.add_argument(
         "--bits",
@@ -133,7 +139,9 @@ def list_layers(options: argparse.Namespace, gpu: GpuTraits) -> list[LayerTask]:
     tasks: dict[LayerKey, LayerTask] = {}
     for rows, w8a8_rows in zip_longest(options.rows, options.w8a8_rows):
         layers = (
-            _layers(models, [BITS[bits] for bits in options.bits], rows) if options.only in (None, "matmuls") else []
+            _layers(models, [BITS[bits] for bits in options.bits if bits == 16 or rows != FEW_ROWS], rows)
+            if options.only in (None, "matmuls")
+            else []
         )
         if options.only == "w8a8" or (options.only is None and 8 in options.bits):
             layers += _layers(models, [name for name in options.formats if runs_on(name, gpu)], w8a8_rows)

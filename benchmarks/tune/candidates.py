@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -15,7 +16,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_int4_normed,
 )
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, MatmulKey, TileTable
+from tandem.engine_core.kernels.tiles.table import FEW_ROWS, NO_TABLE, DecodeKey, MatmulKey, TileTable
 from tandem.engine_core.kernels.tiles.table_file import decode_problem, matmul_problem
 
 GROUP = 128
@@ -56,7 +57,7 @@ def chosen(key: MatmulKey, gpu: GpuTraits) -> Plan:
     if operation in ("normed", "normed_gated"):
         if bits == 4:
             return choose_int4_normed(outputs, inputs, GROUP, gated, gpu)
-        return choose_normed(outputs, inputs, gated, gpu, bits)
+        return choose_normed(outputs, inputs, gated, gpu, bits, rows=rows)
     if bits == 4:
         return (choose_int4_gated if gated else choose_int4)(rows, outputs, inputs, GROUP, gpu)
     if bits == 8:
@@ -75,6 +76,8 @@ def matmul_candidates(key: MatmulKey, gpu: GpuTraits) -> list[Plan]:
     Empty if no kernel supports the matmul.
     """
     rule = ruled(key, gpu)
+    if key.rows == FEW_ROWS:
+        return list(dict.fromkeys([rule, *_few_rows_gemvs(key), chosen(key, gpu)]))
     if rule is None and not _has_library(key):
         return []
     found: list[Plan] = [rule]
@@ -110,6 +113,20 @@ def _gemvs(key: MatmulKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
                     held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
                     if MIN_PER_THREAD[key.bits] <= held <= MAX_PER_THREAD[key.bits]:
                         yield GemvPlan(rows, block_k, tiles, warps)
+
+
+def _few_rows_gemvs(key: MatmulKey) -> Iterator[GemvPlan]:
+    """Yield the plans of `FEW_ROWS` rows that spill few registers."""
+    if key.operation == "product":
+        for rows, block_k, warps in product((2, 4, 8), (512, 1024, 2048), (2, 4, 8)):
+            if block_k < 2 * key.inputs and 16 <= rows * block_k // (32 * warps) <= 64:
+                yield GemvPlan(rows, block_k, 1, warps)
+        return
+    whole = 1 << (key.inputs - 1).bit_length()
+    for rows, tiles, warps in product((1, 2, 4), (1, 2, 4, 8), (2, 4, 8, 16)):
+        held = whole // (32 * warps)
+        if held <= 32 and 8 <= rows * held * (2 if key.operation == "normed_gated" else 1) <= 64:
+            yield GemvPlan(rows, whole, tiles, warps)
 
 
 def _heights(key: MatmulKey) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def identity(job: Job) -> Identity:
     assert layer is not None
     if isinstance(key, W8A8GemmKey):
         return layer.format, key.inputs, key.gated, plan
-    rows = max(16, key.rows) if isinstance(plan, SplitKPlan) else 1
+    rows = max(16, key.rows) if isinstance(plan, SplitKPlan) else key.rows
     return layer.format, key.operation, key.bits, key.inputs, rows, plan
 
 

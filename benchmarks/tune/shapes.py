@@ -10,6 +10,7 @@ from benchmarks.tune.w8a8_candidates import w8a8_ruled
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.linear.quantized_plans import quantizes_activations
 from tandem.engine_core.kernels.tiles.table import (
+    FEW_ROWS,
     DecodeKey,
     MatmulKey,
     Operation,
@@ -106,8 +107,8 @@ def _matmul_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
     if name == "gate_up":
         plain, normed, outputs = "gated", "normed_gated", outputs // 2
     fused = MatmulKey(normed, layer.bits, outputs, inputs, rows)
-    # Whether the norm of one row is fused depends on the shape and the device.
-    if rows == 1 and name not in ("o", "down") and chosen(fused, gpu) is not None:
+    # Whether the norm of one row is fused depends on the shape and the device, of few rows on what is measured.
+    if name not in ("o", "down") and (rows == FEW_ROWS or (rows == 1 and chosen(fused, gpu) is not None)):
         return fused
     return MatmulKey(plain, layer.bits, outputs, inputs, rows)
 

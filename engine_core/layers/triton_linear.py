@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import BUCKETS
+from tandem.engine_core.kernels.tiles.table import BUCKETS, FEW_ROWS
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.torch_linear import TorchLinear, empty_bias
@@ -107,14 +107,14 @@ class TritonLinear(TorchLinear):
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Implement `LinearWeights.apply_normed`, in one launch for one row."""
-        weight = self.weight
-        fused = x.shape[0] == 1 and _fits(x, weight)
+        """Implement `LinearWeights.apply_normed`, in one launch for one row, and for few if planned."""
+        weight, rows = self.weight, x.shape[0]
+        fused = _fits(x, weight) and (rows == 1 or (rows <= FEW_ROWS and weight.itemsize == 2))
         gated = activation is not None
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         update_weight = None if residual is None else norm.update_weight
         norms = 1 if update_weight is None else 2
-        plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu, norms=norms) if fused else None
+        plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu, norms=norms, rows=rows) if fused else None
         if plan is not None and (residual is None or residual.is_contiguous()):
             given = (x, residual, update_weight, norm.weight, norm.eps, weight, self.bias, plan, activation)
             return normed_gemv(*given, self.gpu.pdl)

@@ -56,6 +56,7 @@ from tests.support.compiled_matmuls import (
     SHAPES,
     Launch,
     dequantized,
+    few_rows_products,
     gated_w8a8_matmuls,
     half,
     int4_matmuls,
@@ -89,7 +90,7 @@ class Compiler:
     def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         several = {splitk_gemm_kernel.__name__, quantized_gemv_kernel.__name__, "_paged_decode_kernel"}
         several |= {"_grouped_gemm_kernel"}
-        variant = kernel.__name__, options.get("ORDERED")
+        variant = kernel.__name__, options.get("ORDERED"), options.get("TOKENS")
         if self.once and kernel.__name__ not in several and variant in self.seen:
             return
         self.seen.add(variant)
@@ -297,6 +298,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from layer_kernels(gpu)
     yield from products(gpu, 1, 256, 512)
     yield from normed_products(gpu, 20480, 2560)
+    yield from few_rows_products(gpu)
     yield from products(gpu, 16, 3072, 2048)
     yield list(w8_matmuls(gpu, 16, 3072, 2048))[-1]
     yield from w8_matmuls(gpu, 1, 3072, 2048, (True,))
@@ -324,6 +326,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     yield from layer_kernels(gpu)
     yield from rounding(gpu)
     yield from dequantized(gpu)
+    yield from few_rows_products(gpu)
     for outputs, inputs, gated in SHAPES:
         for rows in (1, 16, 32, 64, 128):
             yield from products(gpu, rows, outputs, inputs, (gated,))

@@ -75,6 +75,14 @@ def normed_products(
             yield lambda two=two: normed_gemv(*two)
 
 
+def few_rows_products(gpu: GpuTraits, inputs: int = 2048) -> Iterator[Launch]:
+    """Matmuls of three rows by a GEMV, gated and fused with two norms, and in steps."""
+    x, weight, factors = half(3, inputs), half(4096, inputs), half(inputs, dtype=torch.float32)
+    plan, steps = GemvPlan(4, inputs, 2, 8), GemvPlan(4, 1024)
+    yield lambda: normed_gemv(x, x, factors, factors, 1e-6, weight, None, plan, Activation.SILU, gpu.pdl)
+    yield lambda: gemv(x, weight, None, steps, None, gpu.pdl)
+
+
 def w8_matmuls(
     gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
 ) -> Iterator[Launch]:  # fmt: skip

@@ -1,11 +1,13 @@
-"""GEMV y = x W^T for one row x, streaming W.
+"""GEMV y = x W^T for 1 to 4 rows x, streaming W.
 
 RMSNorm before it and a gated activation after it can be fused.
 
 A GEMV is bound by reading W once. Each program owns contiguous rows of W, accumulates in float32 and needs no other
 program, so results are deterministic. W never changes, so a program loads the start of its part before it waits for the
 kernel that produces x (see `kernels.dependent_launch`): memory stays busy between kernels. With a fused norm every
-program normalizes all of x, which is still cheaper than waiting for one more kernel.
+program normalizes all of x, which is still cheaper than waiting for one more kernel. Several rows of x are multiplied
+with each tile of W in registers, which reads W once, but takes an instruction for each weight and row. More than four
+rows of x do not fit in registers.
 
 A program holds whole rows, in one block, or in chunks if their length is far below a power of two: one block of 4096
 elements for 2560 inputs wastes more than a third of its registers and instructions, so that fewer programs fit on an
@@ -25,8 +27,11 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gated_activation import activated
 from tandem.engine_core.kernels.norm import normalize
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
+from tandem.engine_core.kernels.tiles.table import FEW_ROWS
 
 NO_NORM, NORM, ADD_NORM, NORM_ADD_NORM = 0, 1, 2, 3
+LANES = tl.constexpr(8)
+"""Adjacent elements of a weight row that a thread loads at once, 16 bytes of 16-bit weights."""
 
 
 @triton.jit
@@ -137,15 +142,89 @@ def _normalized(chunks, weights, eps, K: tl.constexpr, CHUNKS: tl.constexpr, dty
 
 
 @triton.jit
-def _products(rows, vector, CHUNKS: tl.constexpr):
-    """Return the dot products of weight rows and a vector, [ROWS] float32."""
-    sums = rows[0].to(tl.float32) * vector[0][None, :]
-    for chunk in tl.static_range(1, CHUNKS):
-        sums += rows[chunk].to(tl.float32) * vector[chunk][None, :]
-    return tl.sum(sums, 1)
+def _add_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
 
 
 @triton.jit
+def _row_sums(parts, TOKENS: tl.constexpr):
+    """Return the sums of each tile's rows, [ROWS] each. parts: TOKENS tiles, four of which share their barriers."""
+    # Triton needs one type for all returns, so no `if` with two.
+    sums = (tl.sum(parts[0], 1),) if TOKENS == 1 else tl.reduce(parts, 1, _add_four)
+    return sums
+
+
+@triton.jit
+def _dot_products(rows, vectors, CHUNKS: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the dot products of weight rows and each vector, [ROWS] float32 each."""
+    parts = ()
+    for token in tl.static_range(TOKENS):
+        sums = rows[0].to(tl.float32) * vectors[token][0][None, :]
+        for chunk in tl.static_range(1, CHUNKS):
+            sums += rows[chunk].to(tl.float32) * vectors[token][chunk][None, :]
+        parts = parts + (sums,)
+    return _row_sums(parts, TOKENS)
+
+
+@triton.jit
+def _input_vector(
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    stores,
+    x_weight_ptr,
+    norm_weight_ptr,
+    x_weight,
+    norm_weight,
+    eps,
+    offs_k,
+    mask_k,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Return a row of x in chunks of float32, after the additions and norms of a MODE of `gemv_kernel`.
+
+    stores: whether to write the sum to total; x_weight, norm_weight: loaded before, if there is only one chunk.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    vector = _wide(_load_chunks(x_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K), CHUNKS)
+    if MODE == 3:
+        # In registers before the wait, the weights of several chunks would cost a concurrent program.
+        if CHUNKS > 1:
+            x_weight = _load_chunks(x_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+        vector = _normalized(vector, x_weight, eps, K, CHUNKS, dtype)
+    if MODE >= 2:
+        residual = _load_chunks(residual_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+        stream = ()
+        for chunk in tl.static_range(CHUNKS):
+            total = (vector[chunk] + residual[chunk].to(tl.float32)).to(dtype)
+            if stores:
+                at = chunk * BLOCK_K + offs_k
+                tl.store(total_ptr + at, total, mask=mask_k if CHUNKS == 1 else at < K)
+            stream = stream + (total.to(tl.float32),)
+        vector = stream
+    if MODE > 0:
+        if CHUNKS > 1:
+            norm_weight = _load_chunks(norm_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+        vector = _normalized(vector, norm_weight, eps, K, CHUNKS, dtype)
+    return vector
+
+
+@triton.jit
+def _step_sums(weights, x, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Multiply the weights of a step, [ROWS, BLOCK_K] float32, by those of a row of x, [BLOCK_K].
+
+    With several rows of x a thread adds its LANES products, as accumulators of all elements would fill its registers.
+    """
+    products = weights * x.to(tl.float32)[None, :]
+    if TOKENS > 1:
+        products = tl.sum(tl.reshape(products, [ROWS, BLOCK_K // LANES, LANES]), 2)
+    return products
+
+
+@triton.jit(do_not_specialize=["M"])
 def gemv_kernel(
     x_ptr,
     weight_ptr,
@@ -156,8 +235,10 @@ def gemv_kernel(
     y_ptr,
     total_ptr,
     eps,
+    M,
     N,
     K: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
@@ -166,12 +247,13 @@ def gemv_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply one row by a transposed weight, with optional fused steps.
+    """Multiply up to TOKENS rows by a transposed weight, with optional fused steps.
 
-    x: [K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [N].
+    x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N]. Rows past M repeat the last one and
+    are not stored.
 
-    A program computes ROWS * TILES elements of y. MODE: 1 normalizes x first (norm_weight: [K]); 2 adds residual: [K]
-    before that and writes the sum to total: [K]; 3 normalizes x (x_weight: [K]) before the addition.
+    A program computes ROWS * TILES columns of y. MODE: 1 normalizes x first (norm_weight: [K]); 2 adds residual: [M, K]
+    before that and writes the sum to total: [M, K]; 3 normalizes x (x_weight: [K]) before the addition.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -190,45 +272,59 @@ def gemv_kernel(
         wait_for_previous(PDL)
         offs_n = first + rows
         mask_n = offs_n < N
-        parts = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        PARTS: tl.constexpr = BLOCK_K if TOKENS == 1 else BLOCK_K // LANES
+        parts = ()
+        for _ in tl.static_range(TOKENS):
+            parts = parts + (tl.zeros([ROWS, PARTS], tl.float32),)
         for step in tl.static_range(CHUNKS):
             now = tile.to(tl.float32)
             offs_step = step * BLOCK_K + offs_k
             if step + 1 < CHUNKS:
                 ahead = (offs_step + BLOCK_K < K)[None, :]
                 tile = tl.load(base_ptr + offs + (step + 1) * BLOCK_K, mask=ahead, other=0.0)
-            parts += now * tl.load(x_ptr + offs_step, mask=offs_step < K, other=0.0).to(tl.float32)[None, :]
-        result = add_bias(tl.sum(parts, 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
-        tl.store(y_ptr + offs_n, result, mask=mask_n)
+            added = ()
+            for token in tl.static_range(TOKENS):
+                row_ptr = x_ptr if TOKENS == 1 else x_ptr + tl.minimum(token, M - 1) * K
+                x = tl.load(row_ptr + offs_step, mask=offs_step < K, other=0.0)
+                added = added + (parts[token] + _step_sums(now, x, TOKENS, ROWS, BLOCK_K),)
+            parts = added
+        sums = _row_sums(parts, TOKENS)
+        for token in tl.static_range(TOKENS):
+            result = add_bias(sums[token], bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            stored = mask_n if TOKENS == 1 else mask_n & (token < M)
+            tl.store(y_ptr + token * N + offs_n, result, mask=stored)
         return
     tile = _load_row_chunks(base_ptr, offs, offs_k, mask_k, K, CHUNKS, BLOCK_K)
     if GATED:
         upper_tile = _load_row_chunks(upper_ptr, offs, offs_k, mask_k, K, CHUNKS, BLOCK_K)
+    norm_weight = ()
+    x_weight = ()
     if MODE > 0 and CHUNKS == 1:
         norm_weight = _load_chunks(norm_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
     if MODE == 3 and CHUNKS == 1:
         x_weight = _load_chunks(x_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
     wait_for_previous(PDL)
-    vector = _wide(_load_chunks(x_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K), CHUNKS)
-    if MODE == 3:
-        # In registers before the wait, the weights of several chunks would cost a concurrent program.
-        if CHUNKS > 1:
-            x_weight = _load_chunks(x_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
-        vector = _normalized(vector, x_weight, eps, K, CHUNKS, dtype)
-    if MODE >= 2:
-        residual = _load_chunks(residual_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
-        stream = ()
-        for chunk in tl.static_range(CHUNKS):
-            total = (vector[chunk] + residual[chunk].to(tl.float32)).to(dtype)
-            if tl.program_id(0) == 0:
-                at = chunk * BLOCK_K + offs_k
-                tl.store(total_ptr + at, total, mask=mask_k if CHUNKS == 1 else at < K)
-            stream = stream + (total.to(tl.float32),)
-        vector = stream
-    if MODE > 0:
-        if CHUNKS > 1:
-            norm_weight = _load_chunks(norm_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
-        vector = _normalized(vector, norm_weight, eps, K, CHUNKS, dtype)
+    vectors = ()
+    for token in tl.static_range(TOKENS):
+        at = 0 if TOKENS == 1 else tl.minimum(token, M - 1) * K
+        vector = _input_vector(
+            x_ptr + at,
+            residual_ptr + at,
+            total_ptr + at,
+            tl.program_id(0) == 0 if TOKENS == 1 else (tl.program_id(0) == 0) & (token < M),
+            x_weight_ptr,
+            norm_weight_ptr,
+            x_weight,
+            norm_weight,
+            eps,
+            offs_k,
+            mask_k,
+            K,
+            CHUNKS,
+            BLOCK_K,
+            MODE,
+        )
+        vectors = vectors + (vector,)
     for t in tl.static_range(TILES):
         offs_n = first + t * ROWS + rows
         mask_n = offs_n < N
@@ -241,11 +337,16 @@ def gemv_kernel(
             tile = _load_row_chunks(base_ptr, offs, offs_k, mask_k, K, CHUNKS, BLOCK_K)
             if GATED:
                 upper_tile = _load_row_chunks(upper_ptr, offs, offs_k, mask_k, K, CHUNKS, BLOCK_K)
-        result = add_bias(_products(now, vector, CHUNKS), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+        sums = _dot_products(now, vectors, CHUNKS, TOKENS)
         if GATED:
-            up = add_bias(_products(also, vector, CHUNKS), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
-            result = apply_gate(result, up, ACTIVATION)
-        tl.store(y_ptr + offs_n, result, mask=mask_n)
+            ups = _dot_products(also, vectors, CHUNKS, TOKENS)
+        for token in tl.static_range(TOKENS):
+            result = add_bias(sums[token], bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            if GATED:
+                up = add_bias(ups[token], bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+                result = apply_gate(result, up, ACTIVATION)
+            stored = mask_n if TOKENS == 1 else mask_n & (token < M)
+            tl.store(y_ptr + token * N + offs_n, result, mask=stored)
 
 
 def gemv(
@@ -257,11 +358,11 @@ def gemv(
     pdl: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the GEMV of one row and a weight, optionally gated.
+    """Return the GEMV of 1 to 4 rows and a weight, optionally gated.
 
-    The result is x W^T + b, [1, N], or activation(x G^T) * (x U^T) for a fused gate and up projection.
+    The result is x W^T + b, [M, N], or activation(x G^T) * (x U^T) for a fused gate and up projection.
 
-    x: [1, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N]. x,
+    x: [M, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N]. x,
     weight and bias have one dtype, here and below. out: output tensor, contiguous. With `pdl` the preceding kernel may
     write everything but the weights.
     """
@@ -282,9 +383,9 @@ def normed_gemv(
     activation: Activation | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream, and return `gemv` of the sum's norm, and the sum, [1, K].
+    """Add x to the residual stream, and return `gemv` of the sum's norm, and the sum, [M, K].
 
-    x, residual: [1, K]; without a residual the sum is x itself. x_weight: weight of a norm of x before the addition,
+    x, residual: [M, K]; without a residual the sum is x itself. x_weight: weight of a norm of x before the addition,
     [K], as in `norm.norm_add_rms_norm`; norm_weight: [K]; both in x's dtype or float32. A program holds a row in chunks
     of plan.block_k elements. With `pdl` the preceding kernel may write x and the residual.
     """
@@ -311,15 +412,17 @@ def _launch(
     """
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     rows, inputs = x.shape
-    assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
+    assert 1 <= rows <= FEW_ROWS, f"a GEMV computes up to {FEW_ROWS} rows, not {rows}"
+    assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
     assert residual is None or residual.is_contiguous()
-    y = torch.empty(1, outputs, device=x.device, dtype=x.dtype) if out is None else out
-    assert y.is_contiguous() and y.shape == (1, outputs), f"a result of {tuple(y.shape)} for 1 by {outputs}"
+    y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype) if out is None else out
+    assert y.is_contiguous() and y.shape == (rows, outputs), f"a result of {tuple(y.shape)} for {rows} by {outputs}"
     total = x if residual is None else torch.empty_like(x)
     gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
         *(x, weight, *(x if given is None else given for given in (bias, x_weight, norm_weight, residual))),
-        *(y, total, eps, outputs),
+        *(y, total, eps, rows, outputs),
         K=inputs,
+        TOKENS=1 if rows == 1 else FEW_ROWS,
         ROWS=plan.rows,
         BLOCK_K=plan.block_k,
         TILES=plan.tiles,

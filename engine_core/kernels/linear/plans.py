@@ -11,7 +11,7 @@ from dataclasses import replace
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import BUCKETS, MatmulKey, Operation
+from tandem.engine_core.kernels.tiles.table import BUCKETS, FEW_ROWS, MatmulKey, Operation
 
 TILE = 64
 """Weight rows per tensor core tile."""
@@ -44,6 +44,9 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int, gpu: GpuTraits) 
     size = bucket(rows)
     if not _has_kernel(size, inputs, itemsize) or size is None:
         return None
+    few = _few_rows_gemv("product", rows, outputs, inputs, itemsize, gpu)
+    if few is not None:
+        return few
     rule = _rule(size, outputs, inputs, gpu.multiprocessors)
     return _fitted(_planned("product", size, outputs, inputs, rule, gpu), rows, itemsize, gpu, False)
 
@@ -61,13 +64,16 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int, gpu: GpuTrai
 
 
 def choose_normed(
-    outputs: int, inputs: int, gated: bool, gpu: GpuTraits, bits: int = 16, norms: int = 1
+    outputs: int, inputs: int, gated: bool, gpu: GpuTraits, bits: int = 16, norms: int = 1, rows: int = 1
 ) -> GemvPlan | None:
-    """Choose the plan of a one-row matmul fused with the norm before it.
+    """Choose the plan of a matmul fused with the norm before it.
 
     outputs: of the matmul, half the weight's rows if gated; gated: fuse the activation too; bits: of a weight; norms: 2
-    if x is also normalized before the residual addition. None means separate kernels.
+    if x is also normalized before the residual addition; rows: of x, of 16 bits if there are several. None means
+    separate kernels.
     """
+    if rows > 1:
+        return _few_rows_gemv("normed_gated" if gated else "normed", rows, outputs, inputs, 2, gpu)
     pieced = _rmsnorm_rule(inputs, gated) if bits == 16 and norms == 2 else None
     rule = pieced or normed_rule(inputs, gated, bits)
     if rule is None:
@@ -83,6 +89,19 @@ def _has_kernel(size: int | None, inputs: int, itemsize: int) -> bool:
 
 def _planned(operation: Operation, size: int, outputs: int, inputs: int, rule: Plan, gpu: GpuTraits) -> Plan:
     return gpu.tiles.matmul(MatmulKey(operation, 16, outputs, inputs, size), rule)
+
+
+def _few_rows_gemv(
+    operation: Operation, rows: int, outputs: int, inputs: int, itemsize: int, gpu: GpuTraits
+) -> GemvPlan | None:
+    """Return the measured GEMV of 2 to 4 rows, None without one and for other numbers of rows.
+
+    There is no rule: whether it is faster than a split-K GEMM depends on the instructions per byte of the GPU.
+    """
+    if not 1 < rows <= FEW_ROWS or itemsize != 2:
+        return None
+    found = gpu.tiles.matmul(MatmulKey(operation, 16, outputs, inputs, FEW_ROWS), None)
+    return found if isinstance(found, GemvPlan) else None
 
 
 def _fitted(plan: Plan, rows: int, itemsize: int, gpu: GpuTraits, gated: bool) -> Plan:

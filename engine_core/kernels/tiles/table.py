@@ -11,6 +11,8 @@ from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, ExpertPlan, 
 
 BUCKETS = (1, 16, 32, 64, 128)
 """Row counts for which matmuls are planned; a plan is used for all row counts up to its bucket."""
+FEW_ROWS = 4
+"""Rows from 2 on for which a GEMV of 16-bit weights may be measured; without one the plan for 16 rows is used."""
 W8A8_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 """Row counts for which W8A8 GEMMs are planned; above, the rules are used."""
 EXPERT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -39,7 +41,7 @@ class MatmulKey(NamedTuple):
     """Columns of the result."""
     inputs: int
     rows: int
-    """One of `BUCKETS`."""
+    """One of `BUCKETS` or `FEW_ROWS`."""
 
 
 class W8A8GemmKey(NamedTuple):

@@ -32,6 +32,7 @@ from tandem.engine_core.kernels.tiles.plan_types import (
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
     EXPERT_BUCKETS,
+    FEW_ROWS,
     KERNEL_VERSION,
     NO_TABLE,
     W8A8_BUCKETS,
@@ -56,6 +57,8 @@ Few = Annotated[int, Meta(ge=1, le=64)]
 MIN_DOT_INPUTS = 16
 LOADED_BYTES, LEVEL_BLOCK = 16, 128
 """Bytes per vector load of 8-bit weights, and inputs per block of `linear.int4_layout`, if blocks divide them."""
+LANES = 8
+"""16-bit weights per vector load."""
 SCALED_INPUTS = 128
 """Inputs per block of scales."""
 
@@ -314,11 +317,14 @@ def matmul_problem(key: MatmulKey, plan: Plan) -> str:
     """Return the reason for which kernels reject a plan, empty if they accept it."""
     if key.bits not in (4, 8, 16):
         return f"weights of {key.bits} bits have no kernel; bits must be 4, 8 or 16"
-    if key.rows not in BUCKETS:
-        return f"rows {key.rows} must be one of {', '.join(map(str, BUCKETS))}"
+    sizes = sorted({*BUCKETS, FEW_ROWS})
+    if key.rows not in sizes:
+        return f"rows {key.rows} must be one of {', '.join(map(str, sizes))}"
     one_row, normed = key.rows == 1, key.operation in ("normed", "normed_gated")
-    if normed and not (one_row and isinstance(plan, GemvPlan)):
-        return "a norm is fused with a matmul of one row only, by a gemv plan"
+    if key.rows == FEW_ROWS and (key.bits != 16 or key.operation == "gated" or not isinstance(plan, GemvPlan)):
+        return f"{key.rows} rows take a gemv plan of 16-bit weights, gated only after a norm"
+    if normed and not (key.rows in (1, FEW_ROWS) and isinstance(plan, GemvPlan)):
+        return f"a norm is fused with a matmul of up to {FEW_ROWS} rows, by a gemv plan"
     if isinstance(plan, GemvPlan):
         return _gemv_problem(key, plan, normed)
     if isinstance(plan, SplitKPlan):
@@ -336,8 +342,10 @@ def matmul_problem(key: MatmulKey, plan: Plan) -> str:
 
 
 def _gemv_problem(key: MatmulKey, plan: GemvPlan, normed: bool) -> str:
-    if key.rows != 1:
-        return f"a gemv plan serves one row, not {key.rows}"
+    if key.rows not in (1, FEW_ROWS):
+        return f"a gemv plan serves up to {FEW_ROWS} rows, not {key.rows}"
+    if key.rows > 1 and plan.block_k < LANES:
+        return f"block_k {plan.block_k} must hold the {LANES} elements that a thread loads at once"
     if not _powers_of_two(plan.rows, plan.block_k, plan.warps):
         return f"rows {plan.rows}, block_k {plan.block_k} and warps {plan.warps} must be powers of two"
     whole = plan.block_k >= key.inputs or (normed and key.bits == 16)

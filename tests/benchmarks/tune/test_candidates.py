@@ -1,5 +1,7 @@
 """Candidates are plans that the kernels accept and that fit the GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,15 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import BUCKETS, W8A8_BUCKETS, DecodeKey, MatmulKey, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table import (
+    BUCKETS,
+    FEW_ROWS,
+    W8A8_BUCKETS,
+    DecodeKey,
+    MatmulKey,
+    TileTable,
+    W8A8GemmKey,
+)
 from tandem.engine_core.kernels.tiles.table_file import decode_problem, matmul_problem, w8a8_gemm_problem
 from tests.fakes.gpus import H200, L4, RTX_5090
 
@@ -37,6 +47,32 @@ def test_candidates_are_accepted_by_the_kernels_and_fit(model: str, gpu: GpuTrai
                     assert plans[0] == ruled(key, gpu)
                     assert chosen(key, gpu) in plans
                     assert len(plans) > (1 if key.bits == 4 else 3)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("model", ["1b", "8b", "4b"])
+def test_candidates_of_few_rows_follow_the_plan_for_sixteen(model: str, gpu: GpuTraits) -> None:
+    own, sixteen = (matmul_keys(layer_key(read_models([model])[0], "16 bits", rows), gpu) for rows in (FEW_ROWS, 16))
+    assert {name: key.operation for name, key in own.items() if isinstance(key, MatmulKey)} == {
+        "gate_up": "normed_gated",
+        "qkv": "normed",
+        "head": "normed",
+        "o": "product",
+        "down": "product",
+    }
+    for name, key in own.items():
+        assert isinstance(key, MatmulKey)
+        rule, *gemvs = matmul_candidates(key, gpu)
+        assert 10 < len(gemvs) < 50
+        for plan in gemvs:
+            assert matmul_problem(key, plan) == ""
+            assert chosen(key, replace(gpu, tiles=TileTable(f"{key}{plan}", {key: plan}))) == plan
+        if key.operation == "product":
+            other = sixteen[name]
+            assert isinstance(other, MatmulKey)
+            assert rule == ruled(other, gpu)
+        else:
+            assert rule is None
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

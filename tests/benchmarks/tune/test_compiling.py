@@ -54,7 +54,15 @@ def test_the_code_of_a_layer_is_that_of_its_plans(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     wide = LAYER._replace(hidden=1024, queries=1024, kv=256, width=2048)
     with new_processes(1) as pool:
-        for name, rows in (("4 bits", 1), ("4 bits", 16), ("8 bits", 1), ("16 bits", 16), ("blocks", 16), ("int8", 64)):
+        for name, rows in (
+            ("4 bits", 1),
+            ("4 bits", 16),
+            ("8 bits", 1),
+            ("16 bits", 4),
+            ("16 bits", 16),
+            ("blocks", 16),
+            ("int8", 64),
+        ):
             compiled, launched = pool.submit(codes_of_a_layer, wide._replace(format=name, rows=rows)).result()
             assert launched <= compiled, name
 

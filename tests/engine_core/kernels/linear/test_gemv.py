@@ -95,9 +95,60 @@ def test_factors_of_x_need_a_stream_to_add_it_to(device: str) -> None:
         normed_gemv(x, None, factors, factors, EPS, torch.randn(8, 40, device=device), None, LONG)
 
 
-def test_gemv_refuses_several_rows_and_plans_of_partial_rows(device: str) -> None:
+@pytest.mark.parametrize("plan", [WHOLE, LONG], ids=["whole", "long"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(13, 48), (3, 40)])
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_gemv_of_several_rows_equals_the_library(
+    rows: int, outputs: int, inputs: int, plan: GemvPlan, device: str
+) -> None:
+    x, weight, bias = operands(outputs, inputs, device)
+    x = torch.randn(rows, inputs, device=device)
+    y = gemv(x, weight, bias, plan)
+    torch.testing.assert_close(y, functional.linear(x, weight, bias))
+    # Rows past the last are computed, but not stored.
+    space = torch.full((4, outputs), torch.nan, device=device)
+    gemv(x, weight, bias, plan, out=space[:rows])
+    assert torch.equal(space[:rows], y) and space[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("norms", [0, 1, 2])
+@pytest.mark.parametrize("activation", [None, Activation.SILU])
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_each_of_several_rows_equals_that_row_alone(
+    rows: int, activation: Activation | None, norms: int, plan: str, device: str
+) -> None:
+    """Up to the order of additions, which the interpreter chooses by the number of rows."""
+    outputs, inputs = 13, 40
+    _, weight, bias = operands(outputs * (1 if activation is None else 2), inputs, device)
+    x, residual = torch.randn(2, rows, inputs, device=device).unbind(0)
+    # Rows of very different sizes, as one of an attention sink next to others.
+    x[0] *= 1000
+    factors, norm_weight = torch.randn(2, inputs, device=device).unbind(0)
+    given = (factors if norms == 2 else None, norm_weight, EPS, weight, bias, PLANS[plan], activation)
+    y, stream = normed_gemv(x, residual if norms else None, *given)
+    for row in range(rows):
+        own = slice(row, row + 1)
+        alone, own_stream = normed_gemv(x[own], residual[own] if norms else None, *given)
+        torch.testing.assert_close(y[own], alone, atol=1e-4, rtol=1e-5)
+        assert torch.equal(stream[own], own_stream)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_several_rows_of_16_bits_are_close_to_separate_operations(dtype: torch.dtype, device: str) -> None:
+    _, weight, bias = operands(24, 64, device)
+    x, residual = torch.randn(2, 4, 64, device=device).to(dtype).unbind(0)
+    norm_weight = torch.rand(64, device=device).to(dtype)
+    y, stream = normed_gemv(x, residual, None, norm_weight, EPS, weight.to(dtype), bias.to(dtype), WHOLE)
+    normed, total = add_rms_norm(x, residual, norm_weight, EPS)
+    torch.testing.assert_close(stream, total, atol=2e-2, rtol=1e-2)  # The interpreter truncates bfloat16.
+    expected = functional.linear(normed.float(), weight.to(dtype).float(), bias.to(dtype).float())
+    torch.testing.assert_close(y.float(), expected, atol=0.1, rtol=2e-2)
+
+
+def test_gemv_refuses_more_than_four_rows_and_plans_of_partial_rows(device: str) -> None:
     x, weight, _ = operands(16, 64, device)
-    with pytest.raises(AssertionError):
-        gemv(x.expand(2, -1), weight, None, WHOLE)
+    with pytest.raises(AssertionError, match=r"\b5\b"):
+        gemv(x.expand(5, -1).contiguous(), weight, None, WHOLE)
     with pytest.raises(AssertionError, match="whole rows"):
         gemv(x, weight, None, LONG, Activation.SILU)

@@ -1,5 +1,7 @@
 """Plans are ones the kernels accept, for the measured shapes and for any other, and fit the GPU that runs them."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -12,7 +14,7 @@ from tandem.engine_core.kernels.linear.plans import (
     workspace_size,
 )
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import BUCKETS
+from tandem.engine_core.kernels.tiles.table import BUCKETS, MatmulKey, TileTable
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_4090, RTX_5090, SUPPORTED
 
 OUTPUTS = [16, 64, 576, 2048, 3072, 6144, 16384, 19456, 28672, 128256, 151936]
@@ -62,6 +64,23 @@ def test_small_weights_are_split_into_one_wave() -> None:
         plan = choose(16, outputs, inputs, 2, H200)
         assert isinstance(plan, SplitKPlan)
         assert plan.split == split
+
+
+def test_two_to_four_rows_use_a_gemv_only_if_one_was_measured() -> None:
+    shape, plan = (6144, 4096), GemvPlan(2, 4096, 4, 8)
+    before = choose(4, *shape, 2, H200)
+    assert isinstance(before, SplitKPlan)
+    measured: dict[MatmulKey, Plan] = {MatmulKey(name, 16, *shape, 4): plan for name in ("product", "normed")}
+    gpu = replace(H200, tiles=TileTable("some", measured))
+    for rows, expected in ((1, False), (2, True), (3, True), (4, True), (5, False)):
+        assert (choose(rows, *shape, 2, gpu) == plan) is expected
+        assert (choose_normed(*shape, False, gpu, rows=rows) == plan) is expected
+        assert choose_gated(rows, *shape, 2, gpu) == choose_gated(rows, *shape, 2, H200)
+        if rows > 1:
+            assert choose_normed(*shape, False, H200, rows=rows) is None
+            assert choose_normed(*shape, True, gpu, rows=rows) is None
+            assert choose(rows, *shape, 4, gpu) is None
+    assert choose(4, *shape, 2, H200) == before
 
 
 @pytest.mark.parametrize("inputs", [64, 2048, 2560, 4096, 8192])

@@ -1,14 +1,18 @@
 """One row after one norm and after two, using the kernels of a GPU's plans, against plain torch in float32."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, norm_add_rms_norm, rms_norm
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
+from tandem.engine_core.kernels.tiles.table import MatmulKey, TileTable
 from tandem.engine_core.layers import triton_linear
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.triton_linear import SplitKWorkspace, TritonLinear
@@ -51,3 +55,36 @@ def test_one_row_behind_its_norms_equals_separate_operations(
     torch.testing.assert_close(y, expected if activation is None else gated_activation(expected, activation))
     torch.testing.assert_close(total, expected_total)
     assert in_chunks == [2] * (norms == 2)
+
+
+def test_few_rows_of_16_bits_use_the_measured_gemvs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, int]] = []
+
+    def noted(name: str, real: Any) -> Any:
+        def launch(x: Tensor, *given: Any, **also: Any) -> Any:
+            launched.append((name, x.shape[0]))
+            return real(x, *given, **also)
+
+        return launch
+
+    for name in ("gemv", "normed_gemv"):
+        monkeypatch.setattr(triton_linear, name, noted(name, getattr(triton_linear, name)))
+    plans = {MatmulKey(name, 16, 16, 128, 4): GemvPlan(4, 128, 1, 4) for name in ("product", "normed", "normed_gated")}
+    gpu = replace(UNCHAINED, tiles=TileTable("few rows", plans))
+    torch.manual_seed(1)
+    norm = RMSNorm((torch.rand(128, device=device) + 0.5).half(), EPS, torch_kernels())
+    weights = [(torch.randn(outputs, 128, device=device) * 0.1).half() for outputs in (16, 32)]
+    one, two = (TritonLinear(weight, None, torch_kernels(), SplitKWorkspace(), gpu) for weight in weights)
+    for rows in (2, 3, 4, 5):
+        x, residual = torch.randn(2, rows, 128, device=device).half().unbind(0)
+        normed, total = add_rms_norm(x, residual, norm.weight, EPS)
+        expected = [functional.linear(normed.float(), weight.float()) for weight in weights]
+        expected[1] = gated_activation(expected[1], Activation.SILU)
+        for linear, activation, sums in ((one, None, expected[0]), (two, Activation.SILU, expected[1])):
+            y, stream = linear.apply_normed(x, residual, norm, activation)
+            torch.testing.assert_close(y.float(), sums, atol=5e-3, rtol=5e-3)
+            assert torch.equal(stream, total)
+        plain = functional.linear(x.float(), weights[0].float())
+        torch.testing.assert_close(one.apply(x).float(), plain, atol=5e-3, rtol=5e-3)
+    few = [("normed_gemv", rows) for rows in (2, 3, 4) for _ in range(2)]
+    assert sorted(launched) == sorted(few + [("gemv", rows) for rows in (2, 3, 4)])

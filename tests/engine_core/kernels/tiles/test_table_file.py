@@ -13,6 +13,7 @@ from tandem.engine_core.kernels.tiles import table_file
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile, W8A8GemmPlan
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
+    FEW_ROWS,
     KERNEL_VERSION,
     NO_TABLE,
     W8A8_BUCKETS,
@@ -45,7 +46,7 @@ KEYS = st.builds(
     st.sampled_from([4, 8, 16]),
     st.integers(1, 200000),
     st.sampled_from([128, 2048, 2560, 4096, 14336]),
-    st.sampled_from(BUCKETS),
+    st.sampled_from([*BUCKETS, FEW_ROWS]),
 )
 PLANS: st.SearchStrategy[Plan] = st.one_of(
     st.none(),
@@ -154,7 +155,7 @@ def written(path: Path, *products: dict[str, object], decode: tuple[dict[str, ob
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (entry(rows=17), r"rows 17\b.* 1, 16, 32, 64, 128\b"),
+        (entry(rows=17), r"rows 17\b.* 1, 4, 16, 32, 64, 128\b"),
         (entry(bits=5), r"\b5 bits\b.*\b4, 8 or 16\b"),
         (entry(operation="sum"), "'sum'"),
         (entry(outputs="64"), "Expected `int`, got `str`"),
@@ -187,6 +188,11 @@ def written(path: Path, *products: dict[str, object], decode: tuple[dict[str, ob
         (entry(rows=1, bits=4, operation="gated", plan=gemv(16, 1024)), r"block_k 1024\b.* 2048 inputs\b"),
         (entry(operation="normed"), r"\bnorm\b"),
         (entry(rows=1, operation="normed_gated", plan=None), r"\bnorm\b"),
+        (entry(rows=4), r"\b4 rows\b.*\bgemv plan\b"),
+        (entry(rows=4, plan=None), r"\b4 rows\b.*\bgemv plan\b"),
+        (entry(rows=4, bits=8, plan=gemv()), r"\b4 rows\b.*\b16-bit\b"),
+        (entry(rows=4, operation="gated", plan=gemv(4, 2048)), r"\b4 rows\b.*\bgated\b"),
+        (entry(rows=4, plan=gemv(4, 4)), r"block_k 4\b.* 8 elements\b"),
         (entry(), "same key"),
     ],
 )
