@@ -88,6 +88,19 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 24,
     },
+    "Qwen3NextForCausalLM": {
+        "model_type": "qwen3_next",
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
     "Phi3ForCausalLM": {"model_type": "phi3", "partial_rotary_factor": 0.5},
 }
 """Config fields by architecture; windows are shorter than the prompt of a check."""
@@ -113,7 +126,7 @@ def save_tiny(architecture: str, folder: Path, seed: int = 0, **fields: Any) -> 
 
 def norm_range(architecture: str) -> tuple[float, float]:
     """Return the range of random norm weights of an architecture: about 1, or about 0 if it stores weight - 1."""
-    return (-0.5, 0.5) if architecture.startswith(("Gemma", "Qwen3_5")) else (0.5, 1.5)
+    return (-0.5, 0.5) if architecture.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else (0.5, 1.5)
 
 
 def randomize_vectors(model: Any, norms: tuple[float, float]) -> None:

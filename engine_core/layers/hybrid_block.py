@@ -31,16 +31,17 @@ class HybridBlock:
         index: int,
         context: BuildContext,
         mlp: MixtureOfExperts | None = None,
+        is_grouped: bool = False,
     ) -> "HybridBlock":
         """Allocate the block of a layer with uninitialized weights.
 
-        mlp: None for a `GatedMLP`.
+        mlp: None for a `GatedMLP`; is_grouped: as in `DeltaRule.build`.
         """
         prefix = layer_prefix(index)
         norms = [RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True) for _ in range(2)]
         attention: GatedAttention | DeltaRule
         if index in config.recurrent_layers:
-            attention = DeltaRule.build(config, f"{prefix}linear_attn.", context)
+            attention = DeltaRule.build(config, f"{prefix}linear_attn.", context, is_grouped)
         else:
             attention = GatedAttention.build(config, config.attention[index], f"{prefix}self_attn.", context)
         return cls(norms[0], attention, norms[1], mlp or GatedMLP.build(config, f"{prefix}mlp.", context))

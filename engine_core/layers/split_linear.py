@@ -31,12 +31,20 @@ class SplitLinear(UnfusedLinear):
         return torch.cat([linear.apply(x) for _, linear in self.linears], dim=1, out=out)
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
-        """Implement `UnfusedLinear.weight_slots`: those of each part; a checkpoint cannot hold the whole."""
-        return [
-            slot
-            for own, linear in self.linears
-            for slot in linear.slots(prefix, "+".join(own), own if len(own) > 1 else None)
-        ]
+        """Implement `UnfusedLinear.weight_slots`: those of each part; a checkpoint cannot hold the whole.
+
+        parts: those of the linear layers, or pieces of them.
+        """
+        slots: list[WeightSlot] = []
+        pieces = list((parts or {}).items())[::-1]
+        for own, linear in self.linears:
+            found: dict[str, int] = {}
+            while pieces and sum(found.values()) < sum(own.values()):
+                name, outputs = pieces.pop()
+                found[name] = outputs
+            found = found or dict(own)
+            slots += linear.slots(prefix, "+".join(found), found if len(found) > 1 else None)
+        return slots
 
     def embedding_table(self) -> Tensor:
         """Implement `LinearWeights.embedding_table`: an output head has no parts."""

@@ -131,7 +131,7 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
         if not slot.is_optional and not regions.cover(slot):
             problems.append(f"missing {slot.name}: expected {_shape_text(slot)}")
             regions.add(slot)
-    return sorted(problems) + _doubles(checkpoint, present)
+    return sorted(set(problems)) + _doubles(checkpoint, present)
 
 
 def _modules(names: Iterable[str]) -> set[str]:

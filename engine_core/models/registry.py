@@ -35,6 +35,7 @@ from tandem.engine_core.models import (
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
@@ -104,6 +105,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family("Qwen 3", qwen3.read_config, qwen3.build),
     "Qwen3_5ForCausalLM": Family("Qwen 3.5, 3.6 and 3.8 (dense)", qwen3_5.read_config, qwen3_5.build),
     "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 and 3.6 MoE", qwen3_5_moe.read_config, qwen3_5_moe.build),
+    "Qwen3NextForCausalLM": Family("Qwen3-Next", qwen3_next.read_config, qwen3_next.build),
     "Qwen3MoeForCausalLM": Family("Qwen 3 MoE", qwen3_moe.read_config, qwen3_moe.build),
 }
 

@@ -72,6 +72,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 24,
         },
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "gemma2": ("Gemma2Config", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}),
     "gemma3": (
         "Gemma3TextConfig",
@@ -84,7 +99,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Configuration in transformers, with the fields that are not those of `SMALL`."""
-NORMS: dict[str, tuple[float, float]] = dict.fromkeys(("gemma2", "gemma3", "qwen3_5", "qwen3_5_moe"), (-0.5, 0.5))
+NORMS: dict[str, tuple[float, float]] = dict.fromkeys(
+    ("gemma2", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_next"), (-0.5, 0.5)
+)
 """Range of the norms' weights, of families that store another than their factor."""
 
 

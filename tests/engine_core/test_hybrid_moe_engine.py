@@ -7,12 +7,13 @@ import pytest
 
 from tandem.engine_core.startup.device import open_parts
 from tests.engine_core.models.test_qwen3_5_moe import save_random as save_qwen3_5_moe
+from tests.engine_core.models.test_qwen3_next import save_random as save_qwen3_next
 from tests.engine_core.test_recurrent_cache import Pair, prompt
 from tests.engine_core.test_recurrent_engine import CONFIGURATIONS, LENGTHS, TOKENS, generate, options
 from tests.fakes.recording_gpu import oracle_parts
 from tests.support.parity import VOCAB, greedy_tokens, random_tokens
 
-FAMILIES: dict[str, Any] = {"qwen3_5_moe": save_qwen3_5_moe}
+FAMILIES: dict[str, Any] = {"qwen3_5_moe": save_qwen3_5_moe, "qwen3_next": save_qwen3_next}
 LAYERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]}
 Checkpoint = tuple[Path, list[list[int]], list[list[int]]]
 

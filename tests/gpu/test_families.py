@@ -138,6 +138,13 @@ SHAPES = {
         layer_types=["linear_attention", "full_attention"],
         num_experts=32,
     ),
+    "qwen3-next-80b-a3b": shape(
+        *("Qwen3NextConfig", 2048, 5120, 16, 2),
+        head_dim=256,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=48,
+        num_experts_per_tok=10,
+    ),
     "qwen3-4b": shape("Qwen3Config", 2560, 9728, 32, 8, head_dim=128, tie_word_embeddings=True),
 }
 
