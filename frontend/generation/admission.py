@@ -320,10 +320,11 @@ def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
         return
     wanted = prompt_tokens * options.n * (1 + options.prompt_logprobs)
     if wanted > MAX_SCORED:
+        name = "prompt_logprobs" if options.returns_prompt_logprobs else "logprobs"
         raise unsupported(
-            f"'echo' with 'logprobs' would report {wanted} numbers ({prompt_tokens} prompt tokens, {options.n} choices "
-            f"each, {1 + options.prompt_logprobs} a token), at most {MAX_SCORED}; lower 'logprobs' or 'n'",
-            "logprobs",
+            f"the prompt's log-probabilities would be {wanted} numbers ({prompt_tokens} prompt tokens, {options.n} "
+            f"choices each, {1 + options.prompt_logprobs} a token), at most {MAX_SCORED}; lower {name!r} or 'n'",
+            name,
         )
 
 

@@ -38,8 +38,8 @@ def submit_command(
         sampling, constraint, logprobs = SamplingParams(1, temperature=0.0, ignore_eos=True), None, None
     else:
         sampling = structs.replace(sampling, choice=index % options.n, max_tokens=prompt.max_tokens)
-        if options.num_returned is not None and logprobs is None:
-            logprobs = 0  # ranking choices by their mean needs no alternatives
+        if _scores(admitted) and logprobs is None:
+            logprobs = 0  # neither the mean of a choice nor a prompt needs alternatives here
     return Submit(
         request_id=request_id,
         prompt_ids=prompt.packed,
@@ -66,11 +66,18 @@ def _choice(
     admitted: Admitted, index: int, tokenizer: Tokenizer, matcher: StopMatcher | None, echoed: EchoedPrompt | None
 ) -> Choice:
     options, scored = admitted.options, None
-    if options.logprobs is not None or options.num_returned is not None:
+    if _scores(admitted):
         prompt = admitted.prompt_of(index)
         scored = ScoredTokens(tokenizer.bytes_of, len(prompt.ids), len(prompt.text), echoed)
     detokenizer = tokenizer.detokenizer(options.skip_special_tokens, admitted.tags.tokens)
     return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored, admitted.tags)
+
+
+def _scores(admitted: Admitted) -> bool:
+    """Return whether the tokens of choices need log-probabilities."""
+    options = admitted.options
+    wanted = (options.logprobs, options.num_returned, options.prompt_logprobs)
+    return any(number is not None for number in wanted)
 
 
 def _echoed(admitted: Admitted, prompt: AdmittedPrompt, tokenizer: Tokenizer) -> EchoedPrompt | None:

@@ -50,14 +50,12 @@ _OTHER_SAMPLER = "A method of sampling that this server does not have."
 _OTHER_LIMIT = "Another server's name of the limit; give `max_tokens`, or `max_output_tokens` for a response."
 
 REFUSED_FIELDS = (
-    Field("prompt_logprobs", Unsupported(), "`echo` with `logprobs` scores the prompt of a completion."),
     Field("truncate_prompt_tokens", Unsupported(), "A prompt is never cut."),
     Field("truncation", Unsupported(("disabled",)), "A prompt is never cut."),
     Field("allowed_token_ids", Unsupported(), "`logit_bias` and the constraints restrict the tokens."),
     Field("bad_words", Unsupported(([],)), "`logit_bias` and the constraints restrict the tokens."),
     Field("use_beam_search", Unsupported((False,)), "Outputs are sampled."),
     Field("spaces_between_special_tokens", Unsupported((True,)), "Text is what the tokenizer decodes."),
-    Field("return_tokens_as_token_ids", Unsupported((False,)), "`return_token_ids` returns the ids."),
     Field("logits_processors", Unsupported(([],)), "No code of clients runs in the server."),
     Field("custom_logit_processor", Unsupported(), "No code of clients runs in the server."),
     Field("lora_path", Unsupported(), "`model` chooses an adapter by its name."),
@@ -85,10 +83,12 @@ SINGLE_ANSWER_FIELDS = (
     Field("n", Unsupported((1,)), "One answer is made; send the request once for each."),
     Field("best_of", Unsupported((1,)), "One answer is made; send the request once for each."),
     Field("return_token_ids", Unsupported((False,)), "Only completions and chats return token ids."),
+    Field("return_tokens_as_token_ids", Unsupported((False,)), "Only completions and chats return token ids."),
+    Field("prompt_logprobs", Unsupported(), "Only completions and chats score their prompts."),
     Field("stream_format", Unsupported(), "A stream has the events of this route."),
 )
 """Options of completions and chats that `/v1/responses` and `/v1/messages` refuse, except for neutral values."""
-SINGLE_ANSWER = {"n": 1, "return_token_ids": False}
+SINGLE_ANSWER = {"n": 1, "return_token_ids": False, "return_tokens_as_token_ids": False, "prompt_logprobs": None}
 """Neutral values of these options on both routes."""
 
 IGNORED_PATHS = (

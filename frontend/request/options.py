@@ -40,6 +40,7 @@ from tandem.protocol.params import (
     MAX_LOGIT_BIAS,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
     SAMPLING_FIELDS,
     SamplingField,
     SamplingParams,
@@ -154,6 +155,12 @@ OPTION_FIELDS = (
     Field("skip_special_tokens", Boolean(True), "Leave special tokens out of the text."),
     Field("logit_bias", TokenBiases(MAX_LOGIT_BIAS), "Biases added to the logits of token ids."),
     Field("return_token_ids", Boolean(), "Return the token ids of prompt and output."),
+    Field("return_tokens_as_token_ids", Boolean(), "Name tokens in log-probabilities by their ids, as `token_id:9`."),
+    Field(
+        "prompt_logprobs",
+        Integer(0, MAX_TOP_LOGPROBS),
+        "Return the log-probability of each token of the prompt, with this number of alternatives; not streamed.",
+    ),
     Field(
         "response_format",
         Parsed(_read_response_format, _RESPONSE_FORMAT),
@@ -225,7 +232,11 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     logprobs: int | None
     """Number of alternatives reported per token; None for no log-probabilities."""
     prompt_logprobs: int | None = None
-    """Number of alternatives reported per echoed prompt token; None for no log-probabilities."""
+    """Number of alternatives reported per prompt token; None for no log-probabilities."""
+    returns_prompt_logprobs: bool = False
+    """True to report them apart from those of the output, not only with an echoed prompt."""
+    return_tokens_as_token_ids: bool = False
+    """True to name tokens in log-probabilities by their ids."""
     num_returned: int | None = None
     """Number of choices to return of the `n` generated, those with the highest mean log-probability (`best_of`); None
     for all."""
@@ -271,6 +282,8 @@ def generation_options(
         raise unsupported(f"{{param}} must be between 0 and {length}, not {values['min_tokens']}", "min_tokens")
     if values.get("stream_format") is not None and not values["stream"]:
         raise unsupported("{param} needs 'stream': true", "stream_format")
+    if values["prompt_logprobs"] is not None and values["stream"]:
+        raise unsupported("{param} cannot be streamed; leave 'stream' out", "prompt_logprobs")
     stream_options: StreamOptions = values["stream_options"] or StreamOptions()
     if values["stream_options"] is not None and not values["stream"]:
         ignored.add("stream_options")
@@ -280,6 +293,7 @@ def generation_options(
         "max_tokens": length,
         "max_tokens_by_default": not has_limit,
         "logprobs": logprobs,
+        "returns_prompt_logprobs": values["prompt_logprobs"] is not None,
         "stream_events": values.get("stream_format") is not None,
         "include_usage": bool(stream_options.include_usage),
         "continuous_usage": bool(stream_options.include_usage and stream_options.continuous_usage_stats),

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET
 
 from tandem.frontend.api.formatter import DONE, KEEP_ALIVE, UsageSoFar, error_event, response_head
-from tandem.frontend.api.logprobs import chat_logprobs
+from tandem.frontend.api.logprobs import chat_logprobs, prompt_logprobs
 from tandem.frontend.chat.message import (
     CallArguments,
     CallStart,
@@ -41,6 +41,9 @@ class ChatFormatter:
         self._parsers = [shape.new_parser() for _ in range(admitted.num_choices)]
         self._with_ids = options.return_token_ids
         self._with_logprobs = options.logprobs is not None
+        self._as_ids = options.return_tokens_as_token_ids
+        self._num_scored = len(admitted.prompts[0].ids) if options.returns_prompt_logprobs else 0
+        """Number of prompt tokens with log-probabilities, which come before those of a choice."""
         self._include_usage = options.include_usage
         kind = "chat.completion.chunk" if options.stream else "chat.completion"
         reply = msgspec.structs.asdict(response_head("chatcmpl", kind, admitted.model))
@@ -75,7 +78,10 @@ class ChatFormatter:
 
     def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
         shown = [self._choice(piece) for piece in choices]
-        return _encode({**self._reply, "choices": shown, "usage": self._usage(usage)})
+        reply = {**self._reply, "choices": shown, "usage": self._usage(usage)}
+        if self._num_scored:
+            reply["prompt_logprobs"] = prompt_logprobs(choices[0].logprobs[: self._num_scored])
+        return _encode(reply)
 
     def _piece(self, piece: ChoiceDelta) -> bytes:
         if self._content_only and not piece.finish_reason:
@@ -84,7 +90,8 @@ class ChatFormatter:
         if self._usage_so_far is not None:
             self._usage_so_far.add(piece)
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._with_ids else b""
-        logprobs = _encode(chat_logprobs(piece.logprobs)) if self._with_logprobs and piece.logprobs else b"null"
+        scored = piece.logprobs if self._with_logprobs else ()
+        logprobs = _encode(chat_logprobs(scored, self._as_ids)) if scored else b"null"
         parser = self._parsers[piece.index]
         if self._shape.is_content_only:
             shown = [b'{"content":%b}' % _encode(piece.text)] if piece.text else []
@@ -114,7 +121,8 @@ class ChatFormatter:
     def _choice(self, piece: ChoiceDelta) -> dict[str, Any]:
         parser: MessageParser = self._parsers[piece.index]
         message = join_deltas(parser.push(piece))
-        logprobs = chat_logprobs(piece.logprobs) if self._with_logprobs else None
+        scored = piece.logprobs[self._num_scored :]
+        logprobs = chat_logprobs(scored, self._as_ids) if self._with_logprobs else None
         choice: dict[str, Any] = {
             "index": piece.index,
             "message": _message(message, self._as_functions),

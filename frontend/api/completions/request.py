@@ -65,7 +65,7 @@ def parse_completion(body: bytes, ignored: IgnoredFields) -> CompletionRequest:
     if max_tokens == 0 and not echo:
         raise unsupported(f"{{param}} must be between 1 and {INT32_MAX} without 'echo', not 0", "max_tokens")
     options = generation_options(values, max_tokens, DEFAULT_MAX_TOKENS, logprobs, ignored)
-    if echo and logprobs is not None:
+    if echo and logprobs is not None and options.prompt_logprobs is None:
         options = structs.replace(options, prompt_logprobs=logprobs)
     options = _best_of(values, options)
     prompts = values["prompt"]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.frontend.api.formatter import DONE, KEEP_ALIVE, UsageSoFar, error_event, response_head
-from tandem.frontend.api.logprobs import completion_logprobs, keep_best
+from tandem.frontend.api.logprobs import completion_logprobs, keep_best, prompt_logprobs
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
@@ -34,6 +34,7 @@ class CompletionFormatter:
         self._usage_so_far = UsageSoFar(admitted) if admitted.options.continuous_usage else None
         self._prefixes = [b'%b,"choices":[{"index":%d,"text":' % (head, i) for i in range(admitted.num_choices)]
         self._with_logprobs = admitted.options.logprobs is not None
+        self._as_ids = admitted.options.return_tokens_as_token_ids
         self._text_only = not (self._with_ids or self._with_logprobs or admitted.options.continuous_usage)
         self._after_text = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._unechoed = set(range(admitted.num_choices)) if echo and self._with_logprobs else set()
@@ -93,17 +94,23 @@ class CompletionFormatter:
     def _chunk(self, piece: ChoiceDelta, extra: bytes) -> bytes:
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._with_ids else b""
         finish = b'"%b"' % piece.finish_reason.encode() if piece.finish_reason else b"null"
-        logprobs = _encode(completion_logprobs(piece.logprobs)) if self._with_logprobs and piece.logprobs else b"null"
+        shown = piece.logprobs if self._with_logprobs else ()
+        logprobs = _encode(completion_logprobs(shown, self._as_ids)) if shown else b"null"
         tail = self._tail if self._usage_so_far is None else self._usage_so_far.tail(piece.index)
-        shown = (self._prefixes[piece.index], _encode(piece.text), logprobs, ids, extra, finish, tail)
-        return b'%b%b,"logprobs":%b%b%b,"finish_reason":%b}]%b' % shown
+        parts = (self._prefixes[piece.index], _encode(piece.text), logprobs, ids, extra, finish, tail)
+        return b'%b%b,"logprobs":%b%b%b,"finish_reason":%b}]%b' % parts
 
     def _choice(self, index: int, piece: ChoiceDelta) -> dict[str, Any]:
         prompt = self._admitted.prompt_of(piece.index)
         text = prompt.text + piece.text if self._echo else piece.text
-        logprobs = completion_logprobs(piece.logprobs) if self._with_logprobs else None
+        scored, options = piece.logprobs, self._admitted.options
+        if options.returns_prompt_logprobs and not self._echo:
+            scored = scored[len(prompt.ids) :]
+        logprobs = completion_logprobs(scored, self._as_ids) if self._with_logprobs else None
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
         choice["finish_reason"] = piece.finish_reason
+        if options.returns_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(piece.logprobs[: len(prompt.ids)])
         if self._with_ids:
             choice |= {"prompt_token_ids": prompt.ids, "token_ids": piece.token_ids}
         return choice

@@ -72,3 +72,29 @@ def test_invalid_top_logprobs_are_rejected_by_name(client: openai.OpenAI, fields
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, **fields)
     assert caught.value.param == "top_logprobs"
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_prompt_logprobs_of_a_chat_have_the_shape_of_vllm(
+    client: openai.OpenAI, engine: FakeEngine, logprobs: bool
+) -> None:
+    reply = chat(client, logprobs=logprobs, n=2, extra_body={"prompt_logprobs": 1, "return_token_ids": True}).to_dict()
+    first, *others = reply["prompt_logprobs"]
+    ids = reply["choices"][0]["prompt_token_ids"]
+    assert first is None
+    assert [next(iter(found)) for found in others] == [str(token) for token in ids[1:]]
+    assert {submit.prompt_logprobs for submit in engine.submits} == {1}
+    for choice in reply["choices"]:
+        assert choice["message"]["content"] == TEXT
+        assert not logprobs or len(choice["logprobs"]["content"]) == len(RAW.encode(TEXT).ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_tokens_are_named_by_their_ids_on_request(client: openai.OpenAI, stream: bool) -> None:
+    extra = {"return_tokens_as_token_ids": True}
+    reply = chat(client, logprobs=True, top_logprobs=2, stream=stream, extra_body=extra)
+    choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+    content = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert [token.token for token in content] == [f"token_id:{token}" for token in RAW.encode(TEXT).ids]
+    assert all(other.token.startswith("token_id:") for token in content for other in token.top_logprobs)
+    assert b"".join(bytes(token.bytes) for token in content).decode() == TEXT

@@ -55,7 +55,8 @@ def test_chat_accepts_values_that_change_nothing(name: str, value: Any) -> None:
         ("seed", -2), ("max_tokens", -2),
         ("stop", ["a"] * 257), ("top_logprobs", 21), ("tool_choice", "required"), ("tool_choice", "some"),
         ("tool_choice", NAMED), ("reasoning_effort", "extreme"), ("messages", [USER] * (MAX_MESSAGES + 1)),
-        ("tools", [LOOK] * (MAX_TOOLS + 1)), ("prompt_logprobs", 1), ("use_beam_search", True),
+        ("tools", [LOOK] * (MAX_TOOLS + 1)), ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1), ("use_beam_search", True),
     ],
 )  # fmt: skip
 def test_chat_rejects_unsupported_values_with_400_by_name(name: str, value: Any) -> None:

@@ -171,7 +171,8 @@ def test_best_of_returns_the_choices_with_the_highest_mean_logprob(
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 129}, "best_of"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"suffix": "x"}, "suffix"),
         ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
     ],
@@ -210,3 +211,43 @@ def test_too_many_prompt_logprobs_are_rejected_with_the_numbers(server: RunningS
 def test_logprobs_of_a_long_prompt_are_encoded_outside_the_event_loop(client: openai.OpenAI) -> None:
     (choice,) = complete(client, prompt=[5] * 2000, logprobs=0, echo=True, max_tokens=COUNT, n=1, best_of=2).choices
     assert len(choice.logprobs.tokens) == 2000 + COUNT
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_prompt_logprobs_have_the_shape_of_vllm(
+    server: RunningServer, engine: FakeEngine, echo: bool, logprobs: int | None
+) -> None:
+    engine.script = lambda _: encode(TEXT)
+    fields = {"prompt_logprobs": 2, "echo": echo, "logprobs": logprobs, "n": 2, "max_tokens": COUNT}
+    body = {"model": "fake-model", "prompt": PROMPT, **fields}
+    choices = post(server.url + "/v1/completions", json=body).json()["choices"]
+    assert {(submit.logprobs, submit.prompt_logprobs) for submit in engine.submits} == {(logprobs or 0, 2)}
+    for choice in choices:
+        first, *others = choice["prompt_logprobs"]
+        assert first is None and len(others) == FIRST - 1
+        for found, token, value in zip(others, encode(PROMPT)[1:], logprobs_of(PROMPT, 0)[1:], strict=True):
+            assert next(iter(found)) == str(token)
+            assert found[str(token)]["logprob"] == value
+            assert found[str(token)]["decoded_token"].encode() in (RAW.decode([token]).encode(), "\ufffd".encode())
+            assert all(set(entry) == {"logprob", "rank", "decoded_token"} for entry in found.values())
+            assert {1, 2} <= {entry["rank"] for entry in found.values()}
+        assert choice["text"] == (PROMPT if echo else "") + TEXT
+        if logprobs is None:
+            assert choice["logprobs"] is None
+        else:
+            expected = [*([None, *logprobs_of(PROMPT, 0)[1:]] if echo else []), *logprobs_of(TEXT, FIRST)]
+            assert choice["logprobs"]["token_logprobs"] == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_named_by_their_ids_on_request(client: openai.OpenAI, stream: bool) -> None:
+    reply = complete(client, logprobs=2, stream=stream, extra_body={"return_tokens_as_token_ids": True})
+    choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+    parts = [choice.logprobs for choice in choices if choice.logprobs]
+    names = [f"token_id:{token}" for token in encode(TEXT)]
+    assert [name for part in parts for name in part.tokens] == names
+    tops = [top for part in parts for top in part.top_logprobs]
+    assert all(
+        name in top and all(key.startswith("token_id:") for key in top) for name, top in zip(names, tops, strict=True)
+    )
