@@ -8,7 +8,12 @@ from msgspec import Struct
 
 from tandem.engine_core import graph_sizes
 from tandem.engine_core.errors import ConfigError, ConfigProblems
-from tandem.engine_core.graph_sizes import MAX_VERIFY_POSITIONS, MIXED_GRAPH_TOKENS
+from tandem.engine_core.graph_sizes import (
+    ADAPTED_GRAPH_TOKENS,
+    MAX_ADAPTED_ROWS,
+    MAX_VERIFY_POSITIONS,
+    MIXED_GRAPH_TOKENS,
+)
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.page_counts import PageColumns, page_columns, tokens_of_pages
 from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, wrong_numbers
@@ -27,8 +32,6 @@ PAGE_SIZE = 16
 GPU_SHARE = 0.9
 """Share of a GPU's memory for everything an engine holds there. The rest covers fragmentation of the allocator."""
 MAX_DEFAULT_GRAMMAR_WORKERS = 4
-MAX_ADAPTED_ROWS = 256
-"""Most rows of a decode step with adapters that is captured in a CUDA graph; larger ones take long enough without."""
 MAX_PREDICTION = 8192
 """Number of token ids of a prediction that drafts are taken from: their table has room for as many for each row."""
 STEP_UPLOADS = 65_536
@@ -120,6 +123,12 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         """Row counts for which decode steps with adapters are captured in CUDA graphs, ascending."""
         return tuple([rows for rows in self.graph_rows if self.max_adapters and rows <= MAX_ADAPTED_ROWS])
 
+    def adapted_mixed_rows(self, tokens: int) -> tuple[int, ...]:
+        """Return the decode-row buckets that are captured with this number of prompt positions and adapters."""
+        if not self.max_adapters or tokens > ADAPTED_GRAPH_TOKENS:
+            return ()
+        return graph_sizes.adapted_mixed_rows(self.mixed_rows(tokens))
+
     @property
     def max_lead(self) -> int:
         """Positions beyond the host's count that a decoding row may compute: the drafts of all steps in flight."""
@@ -130,6 +139,12 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         """Rows and drafts of the steps that verify drafts and are captured in CUDA graphs."""
         shapes = [(rows, drafts) for rows in self.graph_rows for drafts in self.draft_sizes]
         return tuple([(rows, drafts) for rows, drafts in shapes if rows * (1 + drafts) <= MAX_VERIFY_POSITIONS])
+
+    @property
+    def adapted_verify_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and drafts of the steps with adapters that verify drafts and are captured in CUDA graphs."""
+        limit = MAX_ADAPTED_ROWS if self.max_adapters else 0
+        return tuple([(rows, drafts) for rows, drafts in self.verify_shapes if rows * (1 + drafts) <= limit])
 
     @property
     def max_verified(self) -> int:

@@ -16,6 +16,13 @@ WIDE_STEP = 256
 MIXED_GRAPH_TOKENS = 2048
 """Maximum prompt positions of captured steps with decode rows: few prompts get more in a step with decode rows."""
 GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+MAX_ADAPTED_ROWS = 256
+"""Most rows of steps with adapters that are captured, and most positions of those that verify drafts; larger ones take
+long enough without a graph."""
+ADAPTED_MIXED_ROWS = (0, 32, 128)
+"""Decode rows that are captured with prompts and adapters, besides the most of them: a start should be short."""
+ADAPTED_GRAPH_TOKENS = 512
+"""Maximum prompt positions of captured steps with adapters: larger ones take long enough without a graph."""
 DRAFT_SIZES = (1, 2, 3, 5, 7)
 """Numbers of drafts that a step may verify for each row."""
 MAX_VERIFY_POSITIONS = 512
@@ -48,6 +55,12 @@ def mixed_rows(max_rows: int) -> tuple[int, ...]:
 def _wide(sizes: tuple[int, ...], max_rows: int) -> tuple[int, ...]:
     """Return row counts that go on as far as the rows do."""
     return (*sizes, *range(sizes[-1] + WIDE_STEP, max_rows + WIDE_STEP, WIDE_STEP))
+
+
+def adapted_mixed_rows(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Choose the decode-row counts that are captured with prompts and adapters. rows: those without, ascending."""
+    few = tuple([count for count in rows if count <= MAX_ADAPTED_ROWS])
+    return tuple([count for count in few if count in ADAPTED_MIXED_ROWS or count == few[-1]])
 
 
 def prompt_tokens(asked: str | None, step_tokens: int, positions: int) -> tuple[int, ...]:

@@ -84,12 +84,16 @@ class DecodeGraphs:
     """Forward pass that is faster with long rows; the same object as `forward` if one graph serves all lengths."""
     max_short_len: int
     """Largest number of positions of a row for which `forward` is faster."""
+    adapted: Graph | None = None
+    """Forward pass with the adapters of the rows; None: not captured."""
 
-    def select(self, longest: int) -> Graph:
+    def select(self, longest: int, has_adapters: bool = False) -> Graph:
         """Return the faster graph for a step.
 
         Both are correct for rows of every length. longest: number of positions of the step's longest row.
         """
+        if has_adapters:
+            return with_adapters(self)
         return self.forward if longest <= self.max_short_len else self.long_context_graph
 
 
@@ -103,6 +107,12 @@ class VerifyGraphs:
     """[rows * (1 + drafts), V], written by `forward`."""
     sampling: dict[Mode, Graph]
     """Sampling of these positions by mode, and acceptance of the drafts."""
+    adapted: Graph | None = None
+    """`forward` with the adapters of the rows; None: not captured."""
+
+    def select(self, has_adapters: bool) -> Graph:
+        """Return the graph of a step."""
+        return with_adapters(self) if has_adapters else self.forward
 
 
 class Growth(NamedTuple):
@@ -143,3 +153,15 @@ class MixedGraph:
     buffers: MixedBuffers
     """Of the bucket's size; `hidden` holds the final states of all its tokens."""
     prompts: GraphPromptPlanner
+    adapted: Graph | None = None
+    """`forward` with the adapters of the rows; None: not captured."""
+
+    def select(self, has_adapters: bool) -> Graph:
+        """Return the graph of a step."""
+        return with_adapters(self) if has_adapters else self.forward
+
+
+def with_adapters(graphs: DecodeGraphs | VerifyGraphs | MixedGraph) -> Graph:
+    """Return the forward pass with adapters."""
+    assert graphs.adapted is not None, "no graph of this size has adapters"
+    return graphs.adapted

@@ -74,8 +74,7 @@ class CudaForward:
         self, rows: Tensor, positions: Tensor, samples: SampleBuffers, has_long_rows: bool = True
     ) -> Tensor:
         """Do what `decode` does, with the adapters of the rows."""
-        assert self.adapters is not None, "adapters without memory for them"
-        return self._decode(rows, positions, samples, has_long_rows, self.adapters.of(rows))
+        return self._decode(rows, positions, samples, has_long_rows, self._adapters(rows))
 
     def _decode(
         self,
@@ -98,12 +97,22 @@ class CudaForward:
 
         rows: [B] int32; samples: B * (1 + num_drafts) slots, written.
         """
+        return self._verify(rows, num_drafts, samples, False)
+
+    @torch.inference_mode()
+    def verify_adapted(self, rows: Tensor, num_drafts: int, samples: SampleBuffers) -> Tensor:
+        """Do what `verify` does, with the adapters of the rows; drafts need none."""
+        return self._verify(rows, num_drafts, samples, True)
+
+    def _verify(self, rows: Tensor, num_drafts: int, samples: SampleBuffers, has_adapters: bool) -> Tensor:
         assert self.speculator is not None, "drafts without a speculator"
         queries = 1 + num_drafts
         tokens = self.speculator.begin(rows, num_drafts, self.page_tables, (samples.rows, samples.positions))
         step = self._decode_step(tokens.rows, tokens.positions, queries=queries)
         slots = tokens.slot_mapping.unbind()
-        batch = ForwardBatch(tokens.input_ids, tokens.positions, slots, None, step, step, tokens.rows, has_drafts=True)
+        given = tokens.input_ids, tokens.positions, slots, None, step, step, tokens.rows
+        adapters = self._adapters(tokens.rows) if has_adapters else None
+        batch = ForwardBatch(*given, has_drafts=True, adapters=adapters)
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
     def max_short_len(self, rows: int) -> int:
@@ -125,13 +134,32 @@ class CudaForward:
         rows, positions: [T] int32, laid out as the bucket has it, positions as in `decode`; prompts: the attention of
         the rows of several tokens; attended: [T, heads, head_dim], as `MixedStep.out`.
         """
+        return self._mixed(rows, positions, bucket, prompts, attended, None)
+
+    @torch.inference_mode()
+    def mixed_adapted(
+        self, rows: Tensor, positions: Tensor, bucket: GraphBucket, prompts: PromptStep, attended: Tensor
+    ) -> Tensor:
+        """Do what `mixed` does, with the adapters of the rows."""
+        return self._mixed(rows, positions, bucket, prompts, attended, self._adapters(rows))
+
+    def _mixed(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        bucket: GraphBucket,
+        prompts: PromptStep,
+        attended: Tensor,
+        adapters: AdapterTokens | None,
+    ) -> Tensor:
         input_ids, slot_mapping = self._inputs(rows, positions)
         count = bucket.num_decode_tokens
         decode = self._decode_step(rows[:count], positions[:count])
         attention = MixedStep(decode, prompts, attended)
         spans = min(MAX_PROMPTS, max(1, bucket.num_prefill_tokens // 2))
         tokens = TokenRows(rows, positions, count, spans) if self.kv.recurrent else None
-        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, attention, None, rows, tokens)
+        given = input_ids, positions, slot_mapping.unbind(), None, attention, None, rows, tokens
+        batch = ForwardBatch(*given, adapters=adapters)
         return self.model.forward(batch, self.kv)
 
     @torch.inference_mode()
@@ -148,6 +176,11 @@ class CudaForward:
     def update_tables(self, locations: Tensor, inputs: Tensor) -> None:
         """Write a step's updates of tables, before its forward pass."""
         update_tables(locations, inputs, self.tables.pages, self.tables.sampling)
+
+    def _adapters(self, rows: Tensor) -> AdapterTokens:
+        """Return the adapters of tokens. rows: [T] int32, row of each."""
+        assert self.adapters is not None, "adapters without memory for them"
+        return self.adapters.of(rows)
 
     def _inputs(
         self, rows: Tensor, positions: Tensor, kept: tuple[Tensor, Tensor] | None = None

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -52,6 +53,18 @@ MAX_PROMPTS = 64
 including unused ones."""
 
 
+class GraphSizes(NamedTuple):
+    """Sizes of the steps that are captured."""
+
+    rows: Sequence[int]
+    """Of decode steps, ascending."""
+    shapes: Mapping[int, Sequence[int]]
+    """Numbers of single tokens of steps with prompts, ascending, by the number of other tokens, ascending too."""
+
+
+NO_SIZES = GraphSizes((), {})
+
+
 class StepGraphs:
     """The captured steps, by slot and bucket."""
 
@@ -64,25 +77,23 @@ class StepGraphs:
         updates: list[Graph],
         verify: list[dict[tuple[int, int], VerifyGraphs]] | None = None,
         verify_growth: Growth = NO_GROWTH,
-        adapted: list[dict[int, Graph]] | None = None,
+        adapted: GraphSizes = NO_SIZES,
     ) -> None:
         """Keep captured steps and the sizes of their buckets.
 
         rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured for each token count
         of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket; updates: per
         slot, of the tables before a step of any size; verify: steps that verify drafts, per slot by rows and drafts;
-        verify_growth: what capturing these took; adapted: forward passes of decode steps with adapters, per slot by
-        row count, which leave their logits where those of `decode` do.
+        verify_growth: what capturing these took; adapted: sizes that are captured with adapters as well.
         """
         self.rows = rows
         self.shapes = shapes
-        self._tokens = tuple(sorted(shapes))
+        self._plain, self._adapted = GraphSizes(rows, shapes), adapted
         self.decode = decode
         self.mixed = mixed
         self.updates = updates
         self.verify = verify or [{} for _ in decode]
         self.verify_growth = verify_growth
-        self.adapted = adapted or [{} for _ in decode]
         self._faster: Mapping[GraphBucket, GraphBucket] = {}
 
     def prefer(self, faster: Mapping[GraphBucket, GraphBucket]) -> None:
@@ -92,36 +103,36 @@ class StepGraphs:
     def bucket(self, plan: StepPlan) -> GraphBucket | None:
         """Return the smallest bucket that a step fits, or a larger one that is faster.
 
-        None if no graph is large enough, if a row of a step with prompts or drafts has an adapter, or if the step has
-        single tokens that are not plain samples. The largest token counts are captured without single tokens.
+        None if no graph is large enough, or if the step has single tokens that are not plain samples. The largest
+        token counts are captured without single tokens.
         """
-        if plan.has_adapters:
-            fitting = None if plan.num_drafts else self._smallest(plan)
-            if fitting is None or fitting.num_prefill_tokens or fitting.num_decode_tokens not in self.adapted[0]:
-                return None
-            return fitting
         if plan.num_drafts:
-            rows = _at_least(
-                len(plan.rows), [rows for rows, drafts in sorted(self.verify[0]) if drafts == plan.num_drafts]
-            )
+            fitting_rows = [
+                rows
+                for (rows, drafts), graphs in sorted(self.verify[0].items())
+                if drafts == plan.num_drafts and (graphs.adapted is not None or not plan.has_adapters)
+            ]
+            rows = _at_least(len(plan.rows), fitting_rows)
             return None if rows is None else GraphBucket(rows, 0)
-        fitting = self._smallest(plan)
+        if plan.has_adapters:
+            return self._smallest(plan, self._adapted)
+        fitting = self._smallest(plan, self._plain)
         return None if fitting is None else self._faster.get(fitting, fitting)
 
-    def _smallest(self, plan: StepPlan) -> GraphBucket | None:
+    def _smallest(self, plan: StepPlan, sizes: GraphSizes) -> GraphBucket | None:
         if plan.is_decode_only:
-            rows = _at_least(len(plan.rows), self.rows)
+            rows = _at_least(len(plan.rows), sizes.rows)
             return None if rows is None else GraphBucket(rows, 0)
         wanted = exact_bucket(plan)
         if wanted.num_prefill_tokens == 0:
             rows = (
-                _at_least(wanted.num_decode_tokens, self.rows) if all(_is_sampled(row) for row in plan.rows) else None
+                _at_least(wanted.num_decode_tokens, sizes.rows) if all(_is_sampled(row) for row in plan.rows) else None
             )
             return None if rows is None else GraphBucket(rows, 0)
-        tokens = _at_least(wanted.num_prefill_tokens, self._tokens)
+        tokens = _at_least(wanted.num_prefill_tokens, sorted(sizes.shapes))
         if tokens is None or len(plan.rows) - wanted.num_decode_tokens > MAX_PROMPTS:
             return None
-        singles = _at_least(wanted.num_decode_tokens, self.shapes[tokens])
+        singles = _at_least(wanted.num_decode_tokens, sizes.shapes[tokens])
         return None if singles is None else GraphBucket(singles, tokens)
 
     def sample_capacity(self, bucket: GraphBucket) -> int:
@@ -188,56 +199,37 @@ def capture_decode(
     max_short_len: Callable[[int], int],
     sampling: Sampling,
     progress: Callable[[int], None],
+    adapted: Mapping[int, Forward],
 ) -> list[dict[int, DecodeGraphs]]:
     """Capture the decode steps of every slot.
 
     The largest bucket is captured first, so that the smaller ones reuse its memory. Every path runs once before it is
     captured, which compiles its kernels and allocates its scratch memory. The inputs are padding meanwhile. logits: of
     all graphs, [P, V]; max_short_len: returns the largest length of a bucket's short rows, 0 if long rows need no graph
-    of their own; progress: called with a percentage.
+    of their own; progress: called with a percentage; adapted: forward passes with adapters, by bucket.
     """
     steps: list[dict[int, DecodeGraphs]] = [{} for _ in slots]
     for done, bucket in enumerate(reversed(buckets)):
         for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
             samples = sample_buffers(slot, logits).first(bucket)
-            run = partial(forward, slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket], samples)
+            given = slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket], samples
+            run = partial(forward, *given)
+            run_adapted = partial(adapted[bucket], *given, True) if bucket in adapted else None
             lengths = (False, True) if max_short_len(bucket) else (True,)
             if number == 0:
                 for has_long_rows in lengths:
                     run(has_long_rows)
+                if run_adapted is not None:
+                    run_adapted()
                 for mode in Mode:
                     sampling(mode, _batch(slot, samples, mode))
                 recorder.synchronize()
             graphs = [recorder.record(partial(run, has_long_rows))[0] for has_long_rows in lengths]
             sampled = {mode: recorder.record(partial(sampling, mode, _batch(slot, samples, mode)))[0] for mode in Mode}
-            captured[bucket] = DecodeGraphs(graphs[0], samples.logits, sampled, graphs[-1], max_short_len(bucket))
+            given_graphs = graphs[0], samples.logits, sampled, graphs[-1], max_short_len(bucket)
+            captured[bucket] = DecodeGraphs(*given_graphs, _recorded(recorder, run_adapted))
         progress(100 * (done + 1) // len(buckets))
-    return steps
-
-
-def capture_adapted(
-    recorder: GraphRecorder,
-    buckets: Sequence[int],
-    slots: list[StepSlot],
-    logits: Tensor,
-    forward: Forward,
-) -> list[dict[int, Graph]]:
-    """Capture the forward passes of decode steps with adapters of every slot, the largest first.
-
-    logits: as for `capture_decode`, after which this is called.
-    """
-    steps: list[dict[int, Graph]] = [{} for _ in slots]
-    for bucket in reversed(buckets):
-        for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
-            slot.device_inputs.zero_()
-            samples = sample_buffers(slot, logits).first(bucket)
-            inputs = slot.device_inputs
-            run = partial(forward, inputs[:bucket], inputs[bucket : 2 * bucket], samples, True)
-            if number == 0:
-                run()
-                recorder.synchronize()
-            captured[bucket] = recorder.record(run)[0]
     return steps
 
 
@@ -249,10 +241,11 @@ def capture_verify(
     forward: VerifyForward,
     sampling: Sampling,
     accept: Accept,
+    adapted: Mapping[tuple[int, int], VerifyForward],
 ) -> list[dict[tuple[int, int], VerifyGraphs]]:
     """Capture the steps that verify drafts of every slot, the largest first.
 
-    shapes: rows and drafts of each; logits: as for `capture_decode`.
+    shapes: rows and drafts of each; logits, adapted: as for `capture_decode`.
     """
     steps: list[dict[tuple[int, int], VerifyGraphs]] = [{} for _ in slots]
     for rows, drafts in sorted(shapes, key=lambda shape: shape[0] * (1 + shape[1]), reverse=True):
@@ -261,17 +254,22 @@ def capture_verify(
             slot.device_inputs.zero_()
             of_rows, samples = slot.device_inputs[:rows], sample_buffers(slot, logits).first(count)
             run = partial(forward, of_rows, drafts, samples)
+            run_adapted = None
+            if (rows, drafts) in adapted:
+                run_adapted = partial(adapted[rows, drafts], of_rows, drafts, samples)
             batches = {mode: replace(_batch(slot, samples, mode), publish=False) for mode in Mode}
             end = partial(accept, of_rows, drafts, slot.sampled[: count + rows])
             ends = {mode: partial(_sample_and_accept, sampling, mode, batch, end) for mode, batch in batches.items()}
             if number == 0:
                 run()
+                if run_adapted is not None:
+                    run_adapted()
                 for sample in ends.values():
                     sample()
                 recorder.synchronize()
             graph = recorder.record(run)[0]
             sampled: dict[Mode, Graph] = {mode: recorder.record(sample)[0] for mode, sample in ends.items()}
-            captured[rows, drafts] = VerifyGraphs(graph, samples.logits, sampled)
+            captured[rows, drafts] = VerifyGraphs(graph, samples.logits, sampled, _recorded(recorder, run_adapted))
     return steps
 
 
@@ -290,11 +288,12 @@ def capture_mixed(
     prompts: Callable[[int, int], GraphPromptPlanner],
     buffers: MixedBuffers,
     progress: Callable[[int], None],
+    adapted: Mapping[GraphBucket, MixedForward],
 ) -> list[dict[GraphBucket, MixedGraph]]:
     """Capture the steps with prompts of every slot, the largest first.
 
     shapes: buckets with their sample capacities; prompts: makes the planner of a slot, by its number, for
-    graphs with that many tokens of prompts; logits, progress: as for `capture_decode`.
+    graphs with that many tokens of prompts; logits, progress, adapted: as for `capture_decode`.
     """
     steps: list[dict[GraphBucket, MixedGraph]] = [{} for _ in slots]
     counts = sorted({bucket.num_prefill_tokens for bucket in shapes}, reverse=True)
@@ -305,12 +304,16 @@ def capture_mixed(
             planner = prompts(number, count)
             for bucket in of_count:
                 own, samples = buffers.first(sum(bucket)), sample_buffers(slot, logits).first(shapes[bucket])
-                run = partial(_run_mixed, slot, bucket, planner.step, own, samples, forward, head)
+                of_bucket = partial(_run_mixed, slot, bucket, planner.step, own, samples, head)
+                run = partial(of_bucket, forward)
+                run_adapted = partial(of_bucket, adapted[bucket]) if bucket in adapted else None
                 if number == 0:
                     run()
+                    if run_adapted is not None:
+                        run_adapted()
                     recorder.synchronize()
                 graph, _ = recorder.record(run)
-                captured[bucket] = MixedGraph(graph, samples.logits, own, planner)
+                captured[bucket] = MixedGraph(graph, samples.logits, own, planner, _recorded(recorder, run_adapted))
         progress(100 * (done + 1) // len(counts))
     return steps
 
@@ -321,8 +324,8 @@ def _run_mixed(
     prompts: PromptStep,
     buffers: MixedBuffers,
     samples: SampleBuffers,
-    forward: MixedForward,
     head: Head,
+    forward: MixedForward,
 ) -> Tensor:
     """Compute the final states of all tokens, and the logits of the samples."""
     total, inputs = sum(bucket), slot.device_inputs
@@ -330,6 +333,10 @@ def _run_mixed(
     index = inputs[2 * total : 2 * total + len(samples.rows)]
     buffers.hidden.copy_(forward(rows, positions, bucket, prompts, buffers.attended))
     return head(buffers.hidden, rows, positions, index, samples)
+
+
+def _recorded(recorder: GraphRecorder, run: Callable[[], Tensor] | None) -> Graph | None:
+    return None if run is None else recorder.record(run)[0]
 
 
 def sample_buffers(slot: StepSlot, logits: Tensor) -> SampleBuffers:

@@ -271,20 +271,19 @@ class TorchRuntime:
         if s.plan.num_drafts:
             verify = graphs.verify[slot][bucket.num_decode_tokens, s.plan.num_drafts]
             self._begin(s)
-            verify.forward.replay()
+            verify.select(s.plan.has_adapters).replay()
             s.logits, s.sampling, s.num_verified_rows = verify.logits, verify.sampling, bucket.num_decode_tokens
             return
         if bucket.num_prefill_tokens == 0:
             s.graphs = graphs.decode[slot][bucket.num_decode_tokens]
             self._begin(s)
-            adapted = graphs.adapted[slot][bucket.num_decode_tokens] if s.plan.has_adapters else None
-            (adapted or s.graphs.select(s.packed.longest)).replay()
+            s.graphs.select(s.packed.longest, s.plan.has_adapters).replay()
             s.logits, s.sampling = s.graphs.logits, s.graphs.sampling
             return
         mixed = graphs.mixed[slot][bucket]
         mixed.prompts.gather_pages()
         self._begin(s)
-        mixed.forward.replay()
+        mixed.select(s.plan.has_adapters).replay()
         s.logits = mixed.logits
         s.sampling = graphs.sampling(slot, len(s.packed.sample_rows), len(mixed.logits))
         if "prompt_logprob_ids" in s.packed.fields:

@@ -7,7 +7,7 @@ lag one step behind.
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Items
 
-from tandem.engine_core.graph_sizes import MAX_VERIFY_POSITIONS
+from tandem.engine_core.graph_sizes import MAX_ADAPTED_ROWS, MAX_VERIFY_POSITIONS
 from tandem.engine_core.sequence import Sequence
 
 MIN_EXPECTED, ROWS_PER_EXPECTED = 0.1, 400
@@ -53,17 +53,18 @@ class DraftPolicy:
         """Return the largest number of drafts that a step verifies for a sequence."""
         return 0 if seq.constraint is not None or not seq.submit.speculation else self.most
 
-    def choose(self, sequences: Items[Sequence]) -> int:
+    def choose(self, sequences: Items[Sequence], has_adapters: bool = False) -> int:
         """Return the number of drafts of the next step of these sequences.
 
         It exceeds the average number of accepted drafts, so that it can grow. Sequences without drafts count as rows
-        without accepted drafts.
+        without accepted drafts. has_adapters: True if one of them has an adapter, as fewer steps are captured then.
         """
         drafting = [seq.drafts.expected for seq in sequences if seq.drafts.max_drafts]
         if not drafting:
             return 0
         rows = len(sequences)
-        largest = self._at_most(self.max_positions // self._padded(rows) - 1)
+        positions = min(self.max_positions, MAX_ADAPTED_ROWS) if has_adapters else self.max_positions
+        largest = self._at_most(positions // self._padded(rows) - 1)
         if self.fixed is not None:
             return min(largest, self.sizes[-1])
         expected = sum(drafting)

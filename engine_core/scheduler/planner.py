@@ -176,7 +176,7 @@ class Planner:
         if self.drafts.sizes:
             max_lead = max([seq.num_inflight_drafts for seq in sequences], default=0)
             if rows and len(sequences) == len(running.members):
-                num_drafts = self.drafts.choose(sequences)
+                num_drafts = self.drafts.choose(sequences, bool(running.adapted))
         return StepPlan.decode_only(
             step_id,
             tuple(rows),

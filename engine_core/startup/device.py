@@ -33,8 +33,9 @@ from tandem.engine_core.runtime.captured import (
 from tandem.engine_core.runtime.device import Device, open_device, read_gpu_traits
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import (
+    NO_SIZES,
+    GraphSizes,
     StepGraphs,
-    capture_adapted,
     capture_decode,
     capture_mixed,
     capture_updates,
@@ -294,7 +295,14 @@ class CudaParts:
             sample_counts = {bucket: max_samples(bucket, rows, config.max_rows) for bucket in buckets}
             most = max(rows[-1], *sample_counts.values(), *verified, 0)
             logits = self._zeros(config, most, model.config.vocab_size)
-            mixed = self._mixed(recorder, config, sample_counts, logits, forward, slots, lambda p: progress(p // 2))
+            adapted = NO_SIZES
+            if adapters is not None:
+                tokens_of = {tokens: config.adapted_mixed_rows(tokens) for tokens in config.graph_tokens}
+                given_shapes = {tokens: singles for tokens, singles in tokens_of.items() if singles}
+                adapted = GraphSizes(config.adapted_graph_rows, given_shapes)
+            mixed = self._mixed(
+                recorder, config, sample_counts, logits, forward, slots, lambda p: progress(p // 2), adapted
+            )
             launch = sampler.launch
             decode = capture_decode(
                 recorder,
@@ -305,17 +313,15 @@ class CudaParts:
                 forward.max_short_len,
                 launch,
                 lambda p: progress(50 + p // 2),
+                dict.fromkeys(adapted.rows, forward.decode_adapted),
             )
-            adapted = None
-            if adapters is not None:
-                given_rows = config.adapted_graph_rows
-                adapted = capture_adapted(recorder, given_rows, slots, logits, forward.decode_adapted)
             updates = capture_updates(recorder, slots, forward.update_tables)
             verify, growth = None, NO_GROWTH
             if speculator is not None:
                 began, free = time.monotonic(), self.device.free_bytes()
                 given = recorder, config.verify_shapes, slots, logits, forward.verify, launch, speculator.accept
-                verify = capture_verify(*given)
+                with_adapters = dict.fromkeys(config.adapted_verify_shapes, forward.verify_adapted)
+                verify = capture_verify(*given, with_adapters)
                 growth = Growth(time.monotonic() - began, free - self.device.free_bytes())
         return StepGraphs(rows, shapes, decode, mixed, updates, verify, growth, adapted)
 
@@ -331,6 +337,7 @@ class CudaParts:
         forward: "CudaForward",
         slots: list[StepSlot],
         progress: Callable[[int], None],
+        adapted: GraphSizes,
     ) -> list[dict[GraphBucket, MixedGraph]]:
         if not sample_counts:
             return []
@@ -340,9 +347,13 @@ class CudaParts:
         largest = max(sum(bucket) for bucket in sample_counts)
         attended = self._zeros(config, largest, model.heads, model.head_dim)
         buffers = MixedBuffers(attended, self._zeros(config, largest, model.hidden_size))
-        return capture_mixed(
-            recorder, sample_counts, slots, logits, forward.mixed, forward.head, prompts, buffers, progress
-        )
+        with_adapters = {
+            GraphBucket(singles, tokens): forward.mixed_adapted
+            for tokens in adapted.shapes
+            for singles in adapted.shapes[tokens]
+        }
+        given = recorder, sample_counts, slots, logits, forward.mixed, forward.head, prompts, buffers, progress
+        return capture_mixed(*given, with_adapters)
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
         """Implement `DeviceParts.prompt_graph_bytes`."""

@@ -110,11 +110,6 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_b
             f"--enable-lora: {model_config.architecture} has recurrent layers, whose adapters are not supported yet; "
             "leave the flag out"
         )
-    if options.enable_lora and options.speculate != "off" and kind == "cuda":
-        raise ConfigError(
-            f"--enable-lora and --speculate {options.speculate} exclude each other on cuda so far: no CUDA graph "
-            "verifies drafts of rows with adapters; leave one of them out"
-        )
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = "float32"

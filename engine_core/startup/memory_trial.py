@@ -54,9 +54,7 @@ def measure_graph_bytes(device: Device, config: StepConfig, further: int, decode
     if not config.graph_rows:
         return 0
     held, each = _measure_slots(device, config, decode)
-    captured = 1 + len(decode_trial(config).verify_shapes)
-    decode_graphs = len(config.graph_rows) + len(config.verify_shapes) + len(config.adapted_graph_rows)
-    driver = each * config.depth * decode_graphs // captured
+    driver = each * config.depth * _num_decode_graphs(config) // _num_decode_graphs(decode_trial(config))
     if config.graph_tokens:
         held, each_slot = _measure_slots(device, config, mixed)
         shapes = num_mixed_shapes(mixed_trial(config))
@@ -88,7 +86,15 @@ def mixed_trial(config: StepConfig) -> StepConfig:
 
 def num_mixed_shapes(config: StepConfig) -> int:
     """Return the number of mixed graphs of a slot."""
-    return sum(len(config.mixed_rows(tokens)) for tokens in config.graph_tokens)
+    return sum(
+        len(config.mixed_rows(tokens)) + len(config.adapted_mixed_rows(tokens)) for tokens in config.graph_tokens
+    )
+
+
+def _num_decode_graphs(config: StepConfig) -> int:
+    """Return the number of forward passes of a slot that are captured without prompts."""
+    plain = len(config.graph_rows) + len(config.verify_shapes)
+    return plain + len(config.adapted_graph_rows) + len(config.adapted_verify_shapes)
 
 
 def _measure_slots(device: Device, config: StepConfig, trial: Trial) -> tuple[int, int]:

@@ -351,16 +351,17 @@ class TestPolicy:
         sizes, sequences = draft_sizes("ngram", tokens), self.sequences(graph_rows[-1], 7.0)
         config = StepConfig(
             model_name="x", device="cuda", dtype="bfloat16", depth=2, max_rows=256, max_len=4096, max_step_tokens=8192,
-            prefill_chunk=512, page_size=16, max_waiting=8, graph_rows=graph_rows, draft_sizes=sizes,
+            prefill_chunk=512, page_size=16, max_waiting=8, graph_rows=graph_rows, draft_sizes=sizes, max_adapters=8,
         )  # fmt: skip
         for expected in (0.0, 0.3, 1.0, 3.0, 7.0):
             policy = DraftPolicy(sizes, None if tokens == "auto" else tokens, graph_rows)
             for seq in sequences:
                 seq.drafts.expected = expected
             for rows in range(1, len(sequences) + 1):
-                chosen = {policy.choose(sequences[:rows]) for _ in range(PROBE_INTERVAL)} - {0}
                 padded = next(size for size in graph_rows if size >= rows)
-                assert all((padded, drafts) in config.verify_shapes for drafts in chosen)
+                for adapted, shapes in ((False, config.verify_shapes), (True, config.adapted_verify_shapes)):
+                    chosen = {policy.choose(sequences[:rows], adapted) for _ in range(PROBE_INTERVAL)} - {0}
+                    assert all((padded, drafts) in shapes for drafts in chosen)
 
     @pytest.mark.parametrize(("fixed", "expected"), [(3, 3), (None, 7)])
     def test_rows_without_drafts_leave_the_number_to_the_others(self, fixed: int | None, expected: int) -> None:
