@@ -78,6 +78,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Sizes of these layers."""
     qk_norm: bool = False
     """True if each query and key head is normalised before the rotary embedding."""
+    qkv_clip: float | None = None
+    """Maximum absolute value of queries, keys and values before the rotary embedding; None: they are not clipped."""
     activation: Activation = Activation.SILU
     """Activation of the gate in the feed-forward networks."""
     final_softcap: float | None = None

@@ -68,6 +68,7 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     },
     "Olmo2ForCausalLM": {"model_type": "olmo2"},
+    "OlmoeForCausalLM": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 2.0},
     "Qwen3_5ForCausalLM": {
         "model_type": "qwen3_5_text",
         "head_dim": 32,

@@ -5,16 +5,14 @@ normalised in front of them. Queries and keys are normalised over all heads toge
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention
-from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.layers.attention import Attention, attend_and_project
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
+from tandem.engine_core.layers.joint_norm_attention import JointNormAttention
+from tandem.engine_core.layers.layer_state import LayerState, StepContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
@@ -48,40 +46,6 @@ def read_config(source: ConfigSource) -> ModelConfig:
     )
 
 
-class Olmo2Attention(Attention):
-    """Self-attention of a stream that is not normalised, with norms of all queries and of all keys together."""
-
-    @classmethod
-    def build(
-        cls, config: ModelConfig, layer: LayerAttention, prefix: str, context: BuildContext, unit_offset: bool = False
-    ) -> Self:
-        """Extend `Attention.build` by norms over the heads of all queries, and of all keys."""
-        built = super().build(config, layer, prefix, context, unit_offset)
-        built.q_norm, built.k_norm = (
-            RMSNorm.build(heads * config.head_dim, config.rms_norm_eps, context, unit_offset)
-            for heads in (config.heads, config.kv_heads)
-        )
-        return built
-
-    def attend_stream(
-        self,
-        stream: Tensor,
-        step: StepContext,
-        state: LayerState,
-    ) -> Tensor:
-        """Return the update of a stream, both [T, hidden]."""
-        assert self.q_norm is not None and self.k_norm is not None and isinstance(state, PagedKV)
-        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        projected = self.qkv.adapted(step.batch.adapters).apply(stream)
-        query, _ = self.q_norm(projected[:, :width].contiguous(), None)
-        key, _ = self.k_norm(projected[:, width : width + kv_width].contiguous(), None)
-        value = projected[:, width + kv_width :]
-        qkv = torch.cat((query, key, value), dim=-1).view(len(stream), -1, self.head_dim)
-        rotation = Rotation(*step.rotary[self.layer.rotary], step.batch.slot_mapping[self.layer.group])
-        given = (qkv, rotation, step.batch, state.keys, state.values, self.layer, self.output, self.kernels)
-        return attend_and_project(*given, state.scales)
-
-
 @dataclass(slots=True, eq=False)
 class Olmo2Block:
     """One block: attention and a feed-forward network.
@@ -89,7 +53,7 @@ class Olmo2Block:
     Each is followed by a norm and added to the residual stream.
     """
 
-    attention: Olmo2Attention
+    attention: JointNormAttention
     attention_norm: RMSNorm
     mlp: GatedMLP
     mlp_norm: RMSNorm
@@ -99,7 +63,7 @@ class Olmo2Block:
         """Allocate the block of a layer without weights."""
         prefix = layer_prefix(index)
         return cls(
-            Olmo2Attention.build(config, config.attention[index], f"{prefix}self_attn.", context),
+            JointNormAttention.build(config, config.attention[index], f"{prefix}self_attn.", context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
             GatedMLP.build(config, f"{prefix}mlp.", context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),

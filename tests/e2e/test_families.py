@@ -33,6 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "phi3": ("Phi3Config", {"rope_parameters": PARTIAL, "sliding_window": WINDOW}),
     "olmo2": ("Olmo2Config", {}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "qwen3_moe": (

@@ -120,6 +120,7 @@ SHAPES = {
         "Qwen2Config", 3584, 18944, 28, 4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
     "olmo-2-1b": shape("Olmo2Config", 2048, 8192, 16, 16),
+    "olmoe-1b-7b": shape("OlmoeConfig", 2048, 1024, 16, 16, num_experts=32, num_experts_per_tok=8, clip_qkv=8.0),
     "mixtral": shape("MixtralConfig", 1024, 3584, 16, 8, num_local_experts=8, num_experts_per_tok=2),
     "qwen3-30b-a3b": shape(
         *("Qwen3MoeConfig", 2048, 6144, 32, 4),

@@ -17,7 +17,6 @@ from tests.support.paged_model import load
 from tests.support.parity import SMALL, check_parity, save_random
 
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
-    ("OlmoeForCausalLM", {"num_local_experts": 8}, ""),
     ("DeepseekV3ForCausalLM", {"n_routed_experts": 256}, ""),
     (
         "GptOssForCausalLM",
