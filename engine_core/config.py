@@ -141,6 +141,13 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         return tuple([(rows, drafts) for rows, drafts in shapes if rows * (1 + drafts) <= MAX_VERIFY_POSITIONS])
 
     @property
+    def draft_graph_rows(self) -> tuple[int, ...]:
+        """Row counts for which the passes of the draft model are captured in CUDA graphs, ascending."""
+        if self.options.draft_model is None:
+            return ()
+        return tuple(sorted({rows for rows, _ in self.verify_shapes}))
+
+    @property
     def adapted_verify_shapes(self) -> tuple[tuple[int, int], ...]:
         """Rows and drafts of the steps with adapters that verify drafts and are captured in CUDA graphs."""
         limit = MAX_ADAPTED_ROWS if self.max_adapters else 0

@@ -1,7 +1,7 @@
 """The sizes of steps that are captured in CUDA graphs."""
 
 from tandem.engine_core.errors import ConfigError
-from tandem.protocol.engine_options import Speculate, SpeculateTokens
+from tandem.protocol.engine_options import SpeculateTokens
 
 GRAPH_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
@@ -29,7 +29,7 @@ MAX_VERIFY_POSITIONS = 512
 """Maximum number of positions of a step that verifies drafts: with more it takes clearly longer than one without."""
 
 
-def draft_sizes(speculate: Speculate, tokens: SpeculateTokens) -> tuple[int, ...]:
+def draft_sizes(speculate: str, tokens: SpeculateTokens) -> tuple[int, ...]:
     """Choose the numbers of drafts of steps; a number in between is padded to the next.
 
     tokens: maximum number of drafts.

@@ -73,6 +73,29 @@ class NewSequence(Struct, frozen=True):
     """Slot of the device's memory with the sequence's adapter; 0: it has none."""
 
 
+class DraftSpan(Struct, frozen=True, gc=False):
+    """Known tokens of a row of which the draft model computes keys and values, as a prompt."""
+
+    seq_id: int
+    row: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.start + self.length
+
+
+def catch_up_tokens(rows: int) -> int:
+    """Return the number of tokens of each row that the draft model computes before the first draft of a step.
+
+    These are the newest one, and the last draft of a step that accepted all, and with few rows, for which a pass takes
+    hardly longer, the positions of some steps without drafts.
+    """
+    return 8 if rows <= 8 else 4 if rows <= 32 else 2
+
+
 class StateCopy(Struct, frozen=True, gc=False):
     """A copy between the state of a row in all recurrent layers and a slot for checkpoints."""
 
@@ -114,6 +137,8 @@ class StepPlan(Struct, frozen=True):
     """State copies from checkpoint slots to rows, executed after the saves and before the forward pass."""
     has_adapters: bool = False
     """True if a running sequence has an adapter."""
+    draft_spans: tuple[DraftSpan, ...] = ()
+    """Positions that the draft model computes before the forward pass."""
 
     @property
     def is_decode_only(self) -> bool:

@@ -121,7 +121,7 @@ class SequenceTimes:
 class DraftStats:
     """Drafts of a sequence that were verified."""
 
-    __slots__ = ("accepted", "drafted", "expected", "max_drafts")
+    __slots__ = ("accepted", "drafted", "expected", "max_drafts", "model_lag", "model_len")
 
     max_drafts: int
     """Maximum number of drafts that a step verifies for the sequence; 0: it gets one token a step."""
@@ -131,8 +131,13 @@ class DraftStats:
     """Number of them that were accepted."""
     expected: float
     """Moving average of the number of accepted drafts per step."""
+    model_len: int
+    """Lower bound of the positions, from the first on, whose keys and values the draft model has computed."""
+    model_lag: int
+    """Number of launched positions that the draft model lacks, besides the last one or two of its last step."""
 
     def __init__(self) -> None:
+        self.model_len = self.model_lag = 0
         self.max_drafts = self.drafted = self.accepted = 0
         self.expected = 1.0
 

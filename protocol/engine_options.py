@@ -25,7 +25,8 @@ PrefillChunk = int | Literal["off"]
 Policy = Literal["fcfs", "prefill_first", "decode_first", "decode_round_robin", "priority"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 Batching = Literal["continuous", "static"]
-Speculate = Literal["off", "ngram"]
+DRAFT_MODEL = "model:"
+"""Prefix of the model in --speculate."""
 SpeculateTokens = int | Literal["auto"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Parse = Callable[[str], Any]
@@ -74,6 +75,12 @@ def _prefill_chunk(text: str) -> PrefillChunk:
         return parse_count(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(str(error).replace("is not a", "is neither off nor a")) from None
+
+
+def _speculate(text: str) -> str:
+    if text in ("off", "ngram") or text.removeprefix(DRAFT_MODEL) not in (text, ""):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not off, ngram, or {DRAFT_MODEL} and a folder or name on the hub")
 
 
 def _speculate_tokens(text: str) -> SpeculateTokens:
@@ -335,10 +342,13 @@ class EngineOptions(Struct, frozen=True):
         ),
     ] = None
     speculate: Annotated[
-        Speculate,
+        str,
         EngineFlag(
             "ngram drafts the tokens that followed the last ones when they occurred before, and verifies several in "
-            "one step: output that quotes or edits its prompt takes fewer steps; off decodes one token a step",
+            "one step: output that quotes or edits its prompt takes fewer steps; model:PATH drafts with a small model "
+            "of the same tokenizer, a folder or name on the Hugging Face hub; off decodes one token a step",
+            _speculate,
+            metavar="METHOD",
             is_everyday=True,
         ),
     ] = "off"
@@ -429,6 +439,12 @@ class EngineOptions(Struct, frozen=True):
             metavar="LIST",
         ),
     ] = None
+
+    @property
+    def draft_model(self) -> str | None:
+        """Folder of the draft model, or its name on the hub; None without one."""
+        name = self.speculate.removeprefix(DRAFT_MODEL)
+        return None if name == self.speculate else name
 
 
 def flag_name(name: str) -> str:

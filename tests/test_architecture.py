@@ -62,6 +62,7 @@ L5_NAMES = (
             "device",
             "attention",
             "device_memory",
+            "draft_model",
             "memory_trial",
             "step_timing",
             "warmup",

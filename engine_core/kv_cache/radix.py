@@ -76,6 +76,8 @@ class RadixTree:
         self._free_ids: list[int] = []
         self._queue = EvictionQueue()
         """Unused leaves."""
+        self.has_drafts = bytearray(1)
+        """For each node, 1 if the draft model has computed the keys and values of its page too."""
         self._points: dict[int, int] = {}
         """Last use of each match point; empty without tails."""
         self._point_queue = EvictionQueue()
@@ -229,6 +231,8 @@ class RadixTree:
         Return the pages. They must have neither readers nor pins.
         """
         assert self.classes[kind].held[node], f"node {node} holds no page of class {kind}; {self}"
+        if not kind:
+            self.has_drafts[node] = 0
         pages = self.classes[kind].take((node,))
         self.num_evicted += len(pages)
         if not kind:
@@ -236,6 +240,13 @@ class RadixTree:
             if self.on_lost is not None:
                 self.on_lost(node)
         return pages
+
+    def num_drafted(self, nodes: Sequence[int]) -> int:
+        """Return the number of leading nodes of a path whose pages the draft model has computed."""
+        if not nodes or not self.has_drafts[nodes[0]]:
+            return 0
+        lacking = bytes(map(self.has_drafts.__getitem__, nodes)).find(0)
+        return len(nodes) if lacking < 0 else lacking
 
     def lock(self, nodes: Sequence[int], firsts: Sequence[int] = (0,)) -> None:
         """Add a reader to consecutive nodes of a path, which hold their pages.
@@ -450,7 +461,9 @@ class RadixTree:
     def _new_id(self) -> int:
         """Return an id that no node in the tree has."""
         if self._free_ids:
+            self.has_drafts[self._free_ids[-1]] = 0
             return self._free_ids.pop()
+        self.has_drafts.append(0)
         self._key.append(None)
         for column in (self._parent, self._num_children, self._removed_at, self._last_use):
             column.append(0)

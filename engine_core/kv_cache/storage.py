@@ -95,12 +95,14 @@ class KVStorage:
         values: tuple[Tensor, ...],
         recurrent: tuple[DeltaRuleState, ...] = (),
         checkpoints: Checkpoints | None = None,
+        draft: "KVStorage | None" = None,
     ) -> None:
         """Keep the pool and its views.
 
         pool: [pages, *layout.page_shape]; keys, values: one view of it for each layer with attention, [slots, kv_heads,
         head_dim], contiguous, from the layer's first slot to its last; recurrent: the state of each recurrent layer;
-        checkpoints: slots for copies of that state, None if there are none.
+        checkpoints: slots for copies of that state, None if there are none; draft: keys and values of the draft model,
+        in a pool of as many pages, None if there is none.
         """
         self.layout = layout
         self.pool = pool
@@ -108,6 +110,7 @@ class KVStorage:
         self.values = values
         self.recurrent = recurrent
         self.checkpoints = checkpoints
+        self.draft = draft
 
     @classmethod
     def allocate(
@@ -117,10 +120,12 @@ class KVStorage:
         device: torch.device | str,
         recurrent: tuple[DeltaRuleState, ...] = (),
         checkpoints: Checkpoints | None = None,
+        draft: KVLayout | None = None,
     ) -> "KVStorage":
         """Allocate `pages` pages, page 0 included.
 
-        recurrent, checkpoints: as in `__init__`; the rows are those of the page table.
+        recurrent, checkpoints: as in `__init__`; the rows are those of the page table; draft: layout of the draft
+        model's pool.
 
         Raises ValueError for groups whose pages would differ in shape.
         """
@@ -138,7 +143,8 @@ class KVStorage:
         index = {layer: index for group in layout.groups for index, layer in enumerate(group.layers)}
         order = [index[layer] for layer in sorted(index)]
         keys, values = (tuple(views[2 * i + part] for i in order) for part in range(2))
-        return cls(layout, pool, keys, values, recurrent, checkpoints)
+        of_draft = None if draft is None else cls.allocate(draft, pages, device)
+        return cls(layout, pool, keys, values, recurrent, checkpoints, of_draft)
 
     @property
     def pages(self) -> int:

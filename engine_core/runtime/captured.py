@@ -98,17 +98,38 @@ class DecodeGraphs:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftGraphs:
+    """Graphs of the passes of a draft model, for a number of rows."""
+
+    first: Graph
+    """Pass before the first draft of a step."""
+    following: Graph
+    """Pass before each other draft."""
+    sampling: dict[Mode, Graph]
+    """Sampling of a draft of each row, and its write into the token table."""
+
+    def replay(self, num_drafts: int, needs: int) -> None:
+        """Enqueue the passes of a step. needs: bits of all rows, without masks: rows with masks have no drafts."""
+        sampling = self.sampling[Mode.of(needs)]
+        for number in range(num_drafts):
+            (self.following if number else self.first).replay()
+            sampling.replay()
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyGraphs:
     """Graphs of a step that verifies drafts."""
 
     forward: Graph
-    """Proposal of the drafts, and the forward pass."""
+    """Forward pass, and before it the proposal of the drafts if no graph of `drafts` does that."""
     logits: Tensor
     """[rows * (1 + drafts), V], written by `forward`."""
     sampling: dict[Mode, Graph]
     """Sampling of these positions by mode, and acceptance of the drafts."""
     adapted: Graph | None = None
     """`forward` with the adapters of the rows; None: not captured."""
+    drafts: DraftGraphs | None = None
+    """Passes of the draft model before; None without one."""
 
     def select(self, has_adapters: bool) -> Graph:
         """Return the graph of a step."""

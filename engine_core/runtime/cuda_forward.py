@@ -22,9 +22,11 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
+from tandem.engine_core.plan import catch_up_tokens
 from tandem.engine_core.runtime.captured import SampleBuffers
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
+from tandem.engine_core.runtime.model_drafter import ModelDrafter
 from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.tables import DeviceTables
@@ -107,12 +109,30 @@ class CudaForward:
     def _verify(self, rows: Tensor, num_drafts: int, samples: SampleBuffers, has_adapters: bool) -> Tensor:
         assert self.speculator is not None, "drafts without a speculator"
         queries = 1 + num_drafts
-        tokens = self.speculator.begin(rows, num_drafts, self.page_tables, (samples.rows, samples.positions))
+        if self.speculator.model is None:  # The passes of a draft model have graphs of their own.
+            self.speculator.propose(rows, num_drafts)
+        tokens = self.speculator.verify_inputs(rows, num_drafts, self.page_tables, (samples.rows, samples.positions))
         step = self._decode_step(tokens.rows, tokens.positions, queries=queries)
         slots = tokens.slot_mapping.unbind()
         given = tokens.input_ids, tokens.positions, slots, None, step, step, tokens.rows
         adapters = self._adapters(tokens.rows) if has_adapters else None
         batch = ForwardBatch(*given, has_drafts=True, adapters=adapters)
+        return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
+
+    @torch.inference_mode()
+    def draft(self, drafter: ModelDrafter, rows: Tensor, samples: SampleBuffers, is_first: bool) -> Tensor:
+        """Compute the inputs of the next draft of each row, and return its logits in `samples.logits`.
+
+        The model of this pass is the draft model. rows: [B] int32; samples: B slots, written; is_first: True before the
+        first draft of a step.
+        """
+        queries, index = catch_up_tokens(len(rows)) if is_first else 1, drafter.scratch.index[: len(rows)]
+        tokens = drafter.inputs(rows, queries, (samples.rows, samples.positions), index, is_first)
+        step = self._decode_step(tokens.rows, tokens.positions, queries=queries)
+        slots, newest = tokens.slot_mapping.unbind(), index if is_first else None
+        batch = ForwardBatch(
+            tokens.input_ids, tokens.positions, slots, newest, step, step, tokens.rows, has_drafts=True
+        )
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
     def max_short_len(self, rows: int) -> int:

@@ -4,14 +4,11 @@ With random weights no draft is ever accepted, but a step takes as long as with 
 tokens: those of a text (teacher forcing), or as many accepted drafts as some drafter has.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.speculation.reference import NgramRule
-from tandem.engine_core.runtime.speculation import VerifyKernels
+from tandem.engine_core.runtime.speculation import Drafter
 from tandem.engine_core.sampling.sampler import Mode, Sampler
 
 PROMPT_LEN, TOTAL_LEN, MAX_DRAFTS = (INT_COLUMNS.index(name) for name in ("prompt_len", "total_len", "max_drafts"))
@@ -56,29 +53,31 @@ class ForcedSampler:
             sampled = torch.where(is_right, drafts, sampled)
         batch.sampled.copy_(sampled)
 
-    def draft_always(self, kernels: VerifyKernels) -> VerifyKernels:
-        """Return kernels that draft some token wherever they find no draft, while `acceptance` is not 0."""
-        return kernels._replace(propose_ngrams=partial(self._propose, kernels))
 
-    def _propose(
-        self,
-        kernels: VerifyKernels,
-        tables: SamplingTables,
-        predictions: Tensor,
-        rows: Tensor,
-        drafts: int,
-        sources: Tensor,
-        rule: NgramRule,
-    ) -> None:
-        kernels.propose_ngrams(tables, predictions, rows, drafts, sources, rule)
-        row, count = rows.long().unsqueeze(1), torch.arange(drafts, device=rows.device)
+class EagerDrafter:
+    """Implement `Drafter` with another drafter, and some token wherever that has no draft.
+
+    It adds none while the acceptance of the sampler is 0.
+    """
+
+    def __init__(self, drafter: Drafter, forced: ForcedSampler) -> None:
+        self.drafter = drafter
+        self.forced = forced
+
+    def propose(self, rows: Tensor, num_drafts: int, sources: Tensor, needs: int = 0) -> None:
+        self.drafter.propose(rows, num_drafts, sources, needs)
+        tables, acceptance = self.forced.tables, self.forced.acceptance
+        row, count = rows.long().unsqueeze(1), torch.arange(num_drafts, device=rows.device)
         length, ints = tables.lengths[row].long(), tables.ints
         position = length + count
         is_wanted = (row > 0) & (count < ints[row, MAX_DRAFTS]) & (position < ints[row, TOTAL_LEN] - 1)
         at = row, position.clamp(max=tables.tokens.shape[1] - 1)
         known, newest = tables.tokens[at], tables.tokens[row, length - 1]
-        is_missing = is_wanted & (known < 0) & (self.acceptance > 0)
+        is_missing = is_wanted & (known < 0) & (acceptance > 0)
         tables.tokens.index_put_(at, torch.where(is_missing, newest, known))
+
+    def note_accepted(self, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
+        self.drafter.note_accepted(rows, num_drafts, counts)
 
 
 def _coins(rows: Tensor, positions: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.captured import (
     NO_GROWTH,
     DecodeGraphs,
+    DraftGraphs,
     Graph,
     GraphRecorder,
     Growth,
@@ -40,6 +41,10 @@ Sampling = Callable[[Mode, SamplingBatch], None]
 """Sampling of a batch in one mode."""
 VerifyForward = Callable[[Tensor, int, SampleBuffers], Tensor]
 """Step that verifies drafts: (rows [B] int32, drafts of a row, buffers of B * (1 + drafts) samples) -> logits."""
+DraftForward = Callable[[Tensor, SampleBuffers, bool], Tensor]
+"""Pass of a draft model: (rows [B] int32, buffers of B samples, True before the first draft of a step) -> logits."""
+DRAFT_MODES = (Mode.GREEDY, Mode.UNTRUNCATED, Mode.FULL)
+"""Modes of sampling drafts: a row with a mask has none."""
 Accept = Callable[[Tensor, int, Tensor], None]
 """Acceptance: (rows [B] int32, drafts of a row, sampled tokens and counts of rows)."""
 MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptStep, Tensor], Tensor]
@@ -242,10 +247,12 @@ def capture_verify(
     sampling: Sampling,
     accept: Accept,
     adapted: Mapping[tuple[int, int], VerifyForward],
+    passes: list[dict[int, DraftGraphs]] | None = None,
 ) -> list[dict[tuple[int, int], VerifyGraphs]]:
     """Capture the steps that verify drafts of every slot, the largest first.
 
-    shapes: rows and drafts of each; logits, adapted: as for `capture_decode`.
+    shapes: rows and drafts of each; logits, adapted: as for `capture_decode`; passes: per slot, those of a draft model
+    by rows, None without one.
     """
     steps: list[dict[tuple[int, int], VerifyGraphs]] = [{} for _ in slots]
     for rows, drafts in sorted(shapes, key=lambda shape: shape[0] * (1 + shape[1]), reverse=True):
@@ -269,8 +276,44 @@ def capture_verify(
                 recorder.synchronize()
             graph = recorder.record(run)[0]
             sampled: dict[Mode, Graph] = {mode: recorder.record(sample)[0] for mode, sample in ends.items()}
-            captured[rows, drafts] = VerifyGraphs(graph, samples.logits, sampled, _recorded(recorder, run_adapted))
+            given = graph, samples.logits, sampled, _recorded(recorder, run_adapted)
+            captured[rows, drafts] = VerifyGraphs(*given, None if passes is None else passes[number][rows])
     return steps
+
+
+def capture_drafts(
+    recorder: GraphRecorder,
+    row_counts: Sequence[int],
+    slots: list[StepSlot],
+    logits: Tensor,
+    forward: DraftForward,
+    sampling: Sampling,
+    write: Callable[[Tensor, Tensor, Tensor], None],
+) -> list[dict[int, DraftGraphs]]:
+    """Capture the passes of a draft model of every slot, the largest first.
+
+    logits: as for `capture_decode`; write: writes drafts into the token table, given the rows, those that are sampled
+    from, and the sampled tokens.
+    """
+    passes: list[dict[int, DraftGraphs]] = [{} for _ in slots]
+    for rows in sorted(row_counts, reverse=True):
+        for number, (slot, captured) in enumerate(zip(slots, passes, strict=True)):
+            slot.device_inputs.zero_()
+            of_rows, samples = slot.device_inputs[:rows], sample_buffers(slot, logits).first(rows)
+            first, following = (partial(forward, of_rows, samples, is_first) for is_first in (True, False))
+            end = partial(write, of_rows, samples.rows, slot.sampled[:rows])
+            batches = {mode: replace(_batch(slot, samples, mode), publish=False) for mode in DRAFT_MODES}
+            ends = {mode: partial(_sample_and_accept, sampling, mode, batch, end) for mode, batch in batches.items()}
+            if number == 0:
+                for run in (first, following):
+                    run()
+                for sample in ends.values():
+                    sample()
+                recorder.synchronize()
+            graphs = recorder.record(first)[0], recorder.record(following)[0]
+            sampled: dict[Mode, Graph] = {mode: recorder.record(sample)[0] for mode, sample in ends.items()}
+            captured[rows] = DraftGraphs(*graphs, sampled)
+    return passes
 
 
 def _sample_and_accept(sampling: Sampling, mode: Mode, batch: SamplingBatch, accept: Callable[[], None]) -> None:

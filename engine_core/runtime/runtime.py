@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from tandem.engine_core.kernels.delta_rule.state import TokenRows
 from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
-from tandem.engine_core.kernels.speculation.reference import DRAFTS_SHIFT, SOURCE_SHIFT, VerifyTokens
+from tandem.engine_core.kernels.speculation.reference import DRAFTS_SHIFT, SOURCE_SHIFT
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import StepPlan
@@ -34,7 +33,8 @@ from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
 from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.staging import Packed, pack
-from tandem.engine_core.runtime.tables import DeviceTables, field
+from tandem.engine_core.runtime.tables import DeviceTables, field, wide_field
+from tandem.engine_core.runtime.verify_spans import verify_spans
 from tandem.engine_core.sampling.processed_logprobs import ProcessedLogprobs
 from tandem.engine_core.sampling.sampler import Mode, Sampler
 from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer
@@ -159,6 +159,8 @@ class TorchRuntime:
             assert s.plan is not None
             if s.plan.saves or s.plan.loads:
                 self._copy_states(s.plan)
+            if s.plan.draft_spans:
+                self._compute_drafts(slot, s.plan, packed, inputs)
             if bucket is None:
                 assert s.plan is not None
                 batch = self._verify_batch(s, inputs) if s.plan.num_drafts else self._batch(s, inputs)
@@ -183,6 +185,17 @@ class TorchRuntime:
             checkpoints.save(save.row, save.slot, save.position)
         for load in plan.loads:
             checkpoints.load(load.slot, load.row, load.position)
+
+    def _compute_drafts(self, slot: int, plan: StepPlan, packed: Packed, inputs: Tensor) -> None:
+        """Enqueue the draft model's pass over known tokens."""
+        assert self.speculator is not None and self.speculator.model is not None, f"{plan.draft_spans} without a model"
+        spans, offset = list[Span](), 0
+        for span in plan.draft_spans:
+            spans.append(Span(span.row, offset, span.start, span.length))
+            offset += span.length
+        rows, positions = field(inputs, packed, "draft_rows"), field(inputs, packed, "draft_positions")
+        ends = wide_field(inputs, packed, "draft_end_rows"), field(inputs, packed, "draft_ends")
+        self.speculator.model.compute(slot, spans, rows, positions, ends)
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         s = self.slots[slot]
@@ -271,6 +284,8 @@ class TorchRuntime:
         if s.plan.num_drafts:
             verify = graphs.verify[slot][bucket.num_decode_tokens, s.plan.num_drafts]
             self._begin(s)
+            if verify.drafts is not None:
+                verify.drafts.replay(s.plan.num_drafts, self.tables.sampling_needs(s.packed, masked=False))
             verify.select(s.plan.has_adapters).replay()
             s.logits, s.sampling, s.num_verified_rows = verify.logits, verify.sampling, bucket.num_decode_tokens
             return
@@ -377,13 +392,15 @@ class TorchRuntime:
         s.num_verified_rows = len(rows)
         queries = 1 + s.plan.num_drafts
         samples = s.sample_rows[: len(rows) * queries], s.sample_positions[: len(rows) * queries]
-        tokens = self.speculator.begin(rows, s.plan.num_drafts, self.page_tables, samples)
+        needs = self.tables.sampling_needs(s.packed, masked=False)
+        self.speculator.propose(rows, s.plan.num_drafts, needs)
+        tokens = self.speculator.verify_inputs(rows, s.plan.num_drafts, self.page_tables, samples)
         return ForwardBatch(
             input_ids=tokens.input_ids,
             positions=tokens.positions.long(),
             slot_mapping=tokens.slot_mapping.unbind(),
             sample_index=None,
-            attention=s.attention.plan(_verify_spans(tokens, queries), self.page_tables),
+            attention=s.attention.plan(verify_spans(tokens, queries), self.page_tables),
             has_drafts=True,
             adapters=self._adapters(s.plan, tokens.rows),
         )
@@ -487,18 +504,6 @@ def _verified_result(plan: StepPlan, s: StepSlot, milliseconds: float) -> StepRe
         num_drafts=(packed >> DRAFTS_SHIFT & 0xFF).tolist(),
         predicted=(packed >> SOURCE_SHIFT > 0).tolist(),
     )
-
-
-def _verify_spans(tokens: VerifyTokens, queries: int) -> list[Span]:
-    """Return the spans of rows that verify drafts; a token without a draft has one of its own."""
-    spans: list[Span] = []
-    rows, positions = tokens.rows.tolist(), tokens.positions.tolist()
-    for offset, (row, position) in enumerate(zip(rows, positions, strict=True)):
-        if offset % queries and position == positions[offset - 1] + 1:
-            spans[-1] = replace(spans[-1], length=spans[-1].length + 1)
-        else:
-            spans.append(Span(row, offset, position, 1))
-    return spans
 
 
 def _spans(plan: StepPlan) -> list[Span]:

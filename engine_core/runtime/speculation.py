@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,26 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 from tandem.engine_core.kernels.speculation import reference
 from tandem.engine_core.kernels.speculation.reference import NgramRule, VerifyTokens
+from tandem.engine_core.runtime.model_drafter import ModelDrafter
 from tandem.engine_core.runtime.tables import DeviceTables
+
+
+class Drafter(Protocol):
+    """Proposes drafts: tokens that probably follow the known ones of a row."""
+
+    def propose(self, rows: Tensor, num_drafts: int, sources: Tensor, needs: int) -> None:
+        """Write the drafts of each row into the token table, after its known tokens, and -1 from the first missing one.
+
+        rows: [B] int32, 0 for padding; num_drafts: number of tokens to write; a row has no more drafts than its
+        `max_drafts`, and none for positions that are never computed; sources: [B] int32, written: FROM_CONTEXT or
+        FROM_PREDICTION; needs: bits of `sampling.sampler` for the union of the rows' needs.
+        """
+
+    def note_accepted(self, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
+        """Note which drafts were accepted.
+
+        rows, num_drafts: as for `propose`; counts: [B] int32, as in `kernels.speculation.reference.accept`.
+        """
 
 
 class VerifyKernels(NamedTuple):
@@ -35,6 +54,23 @@ def triton_kernels(pdl: bool) -> VerifyKernels:
     return VerifyKernels(partial(propose_ngrams, pdl=pdl), partial(verify_inputs, pdl=pdl), partial(accept, pdl=pdl))
 
 
+class NgramDrafter:
+    """Implement `Drafter` with the tokens that followed the last ones when they occurred before."""
+
+    def __init__(self, tables: SamplingTables, predictions: Tensor, rule: NgramRule, kernels: VerifyKernels) -> None:
+        """Store the tables. predictions: as in `kernels.speculation.reference.propose_ngrams`."""
+        self.tables = tables
+        self.predictions = predictions
+        self.rule = rule
+        self.kernels = kernels
+
+    def propose(self, rows: Tensor, num_drafts: int, sources: Tensor, needs: int = 0) -> None:
+        self.kernels.propose_ngrams(self.tables, self.predictions, rows, num_drafts, sources, self.rule)
+
+    def note_accepted(self, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
+        return None
+
+
 class Speculator:
     """Proposal and verification of drafts, over the device tables.
 
@@ -43,34 +79,41 @@ class Speculator:
     """
 
     def __init__(
-        self, tables: SamplingTables, predictions: Tensor, sources: Tensor, rule: NgramRule, kernels: VerifyKernels
+        self,
+        tables: SamplingTables,
+        sources: Tensor,
+        drafter: Drafter,
+        kernels: VerifyKernels,
+        model: ModelDrafter | None = None,
     ) -> None:
-        """Store the tables and the kernels.
+        """Store the tables, the drafter and the kernels.
 
-        predictions: as in `propose_ngrams`; sources: [max_rows] int32, scratch.
+        sources: [max_rows] int32, scratch; model: the drafter, or that behind it, if it is a draft model.
         """
         self.tables = tables
-        self.predictions = predictions
         self.sources = sources
-        self.rule = rule
+        self.drafter = drafter
         self.kernels = kernels
+        self.model = model
 
     @classmethod
-    def allocate(cls, tables: DeviceTables, rule: NgramRule, kernels: VerifyKernels) -> "Speculator":
-        """Allocate the scratch."""
+    def of_ngrams(cls, tables: DeviceTables, rule: NgramRule, kernels: VerifyKernels) -> "Speculator":
+        """Allocate the scratch of a speculator with n-gram drafts."""
         sources = torch.zeros(len(tables.tokens), dtype=torch.int32, device=tables.tokens.device)
-        return cls(tables.sampling, tables.predictions, sources, rule, kernels)
+        drafter = NgramDrafter(tables.sampling, tables.predictions, rule, kernels)
+        return cls(tables.sampling, sources, drafter, kernels)
 
-    def begin(
+    def propose(self, rows: Tensor, num_drafts: int, needs: int = 0) -> None:
+        """Write drafts of rows, [B] int32, into the token table; see `Drafter.propose`."""
+        self.drafter.propose(rows, num_drafts, self.sources[: len(rows)], needs)
+
+    def verify_inputs(
         self, rows: Tensor, num_drafts: int, page_tables: Sequence[PageTable], samples: tuple[Tensor, Tensor]
     ) -> VerifyTokens:
-        """Propose drafts, and return the tokens that verify them.
+        """Return the tokens that verify the drafts in the token table.
 
         rows: [B] int32; samples: as in `kernels.speculation.reference.verify_inputs`.
         """
-        self.kernels.propose_ngrams(
-            self.tables, self.predictions, rows, num_drafts, self.sources[: len(rows)], self.rule
-        )
         return self.kernels.verify_inputs(self.tables, page_tables, rows, 1 + num_drafts, samples)
 
     def accept(self, rows: Tensor, num_drafts: int, sampled: Tensor) -> None:
@@ -82,3 +125,4 @@ class Speculator:
         count = len(rows) * (1 + num_drafts)
         sources = self.sources[: len(rows)]
         self.kernels.accept(self.tables, rows, 1 + num_drafts, sampled[:count], sources, sampled[count:])
+        self.drafter.note_accepted(rows, num_drafts, sampled[count:])

@@ -22,6 +22,8 @@ Only in steps that need them:
     ints [A * INT_COLUMNS] int64, floats [A * FLOAT_COLUMNS], suppressed [A * MAX_SUPPRESSED]: parameters of A admitted
         rows, as in the sampling tables.
     bias_index, bias_ids, biases [B]: their biases, at indices of the flat bias table, if any row has one.
+    draft_rows, draft_positions [D], draft_end_rows [N] int64, draft_ends [N]: row and position of each token of the
+        plan's `draft_spans`, and row and end of each of these.
     predictions [P]: the predictions of those of them that have one, concatenated; their lengths are among `ints`.
 """
 
@@ -34,7 +36,7 @@ from numpy.typing import NDArray
 
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, UPDATE_FIELDS
 from tandem.engine_core.page_counts import PageColumns
-from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
+from tandem.engine_core.plan import PADDING_ROW, DraftSpan, NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.protocol.codec import ID_BYTES, unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SAMPLING_FIELDS
@@ -118,15 +120,23 @@ class Packed:
         self.fields[name] = (self.fields[other][0], length)
 
 
-def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int, max_prediction: int = 0) -> int:
+def capacity(
+    max_rows: int,
+    max_step_tokens: int,
+    pages: int,
+    uploads: int,
+    max_prediction: int = 0,
+    has_draft_model: bool = False,
+) -> int:
     """Return the maximum number of int32 words that a step can need.
 
     pages: entries of page tables that it can upload; uploads: tokens that it can upload but not compute;
-    max_prediction: tokens of the prediction of a row.
+    max_prediction: tokens of the prediction of a row; has_draft_model: True if a step may have `draft_spans`.
     """
+    drafts = 2 * max_step_tokens + 3 * max_rows + 2 if has_draft_model else 0
     admissions = max_rows * (2 * len(INT_COLUMNS) + len(FLOAT_COLUMNS) + MAX_SUPPRESSED + 3 * MAX_LOGIT_BIAS)
     admissions += max_rows * max_prediction
-    return 7 * max_step_tokens + 3 * (uploads + pages) + 9 * max_rows + admissions + 4
+    return drafts + 7 * max_step_tokens + 3 * (uploads + pages) + 9 * max_rows + admissions + 4
 
 
 def pack(
@@ -152,6 +162,8 @@ def pack(
         index = np.zeros((len(masked), 1 + plan.num_drafts), dtype=np.int32)
         index[:, 0] = np.cumsum(masked, dtype=np.int32) * masked
         packed.add("mask_index", index.reshape(-1))
+    if plan.draft_spans:
+        _add_draft_spans(plan.draft_spans, packed)
     if plan.updated_rows:
         _add_updates(plan, max_len, columns, packed)
     if plan.admitted:
@@ -229,6 +241,16 @@ def _first_slots(length: Ints, steady: int, bucket: GraphBucket | None) -> Ints:
     tokens = np.where(is_single, 0, length)
     longer = bucket.num_decode_tokens + np.cumsum(tokens, dtype=np.int32) - tokens
     return np.where(is_single, single, longer)
+
+
+def _add_draft_spans(spans: Sequence[DraftSpan], packed: Packed) -> None:
+    """Add the tokens that the draft model computes as prompts."""
+    rows = np.array([span.row for span in spans], dtype=np.int32)
+    packed.add("draft_rows", np.repeat(rows, [span.length for span in spans]))
+    ranges = [np.arange(span.start, span.end, dtype=np.int32) for span in spans]
+    packed.add("draft_positions", np.concatenate(ranges))
+    packed.add_wide("draft_end_rows", rows.astype(np.int64))
+    packed.add("draft_ends", np.array([span.end for span in spans], dtype=np.int32))
 
 
 def _add_updates(plan: StepPlan, max_len: int, columns: Sequence[PageColumns], packed: Packed) -> None:

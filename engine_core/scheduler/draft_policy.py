@@ -30,18 +30,21 @@ class DraftPolicy:
         fixed: int | None = None,
         row_counts: Items[int] = (),
         max_positions: int = MAX_VERIFY_POSITIONS,
+        has_model: bool = False,
     ) -> None:
         """Store the numbers to choose from.
 
         sizes: ascending; empty: no step verifies drafts; fixed: number of drafts of every step, as far as a step has
         room for them; None: adapted to the accepted drafts; row_counts: row counts of the captured graphs, ascending: a
         step is padded to one of them, and verifies no drafts if it has more rows; empty: any number, without padding;
-        max_positions: maximum number of positions of a step that verifies drafts, padding included.
+        max_positions: maximum number of positions of a step that verifies drafts, padding included; has_model: True if
+        a draft model proposes them.
         """
         self.sizes = tuple(sizes)
         self.fixed = fixed
         self.row_counts = tuple(row_counts)
         self.max_positions = min(max_positions, MAX_VERIFY_POSITIONS)
+        self.has_model = has_model
         self._since_drafts = 0
 
     @property
@@ -64,7 +67,7 @@ class DraftPolicy:
             return 0
         rows = len(sequences)
         positions = min(self.max_positions, MAX_ADAPTED_ROWS) if has_adapters else self.max_positions
-        largest = self._at_most(positions // self._padded(rows) - 1)
+        largest = self._at_most(positions // self.padded(rows) - 1)
         if self.fixed is not None:
             return min(largest, self.sizes[-1])
         expected = sum(drafting)
@@ -77,7 +80,7 @@ class DraftPolicy:
         self._since_drafts = 0 if chosen else self._since_drafts + 1
         return chosen
 
-    def _padded(self, rows: int) -> int:
+    def padded(self, rows: int) -> int:
         """Return the padded number of rows of a step; more than `max_positions` if no graph is large enough."""
         if not self.row_counts:
             return rows

@@ -19,6 +19,7 @@ from msgspec import Struct, structs
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
+from tandem.engine_core.scheduler.draft_spans import with_draft_spans
 from tandem.engine_core.scheduler.policy import MAX_STEPS_SKIPPED, POLICIES, Budget, RowDemand, choose_rows
 from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import RunningSequences
@@ -132,7 +133,13 @@ class Planner:
         plan, states = self._plan_rows(step_id, running, held), self.memory.states
         if plan is not None and running.adapted:
             plan = structs.replace(plan, has_adapters=True)
+        if plan is not None and self.drafts.has_model:
+            plan = with_draft_spans(plan, running.members, self.graph_rows(plan), self.limits.max_step_tokens)
         return plan if plan is None or states is None else states.with_copies(plan)
+
+    def graph_rows(self, plan: StepPlan) -> int:
+        """Return the number of rows of a step's graph, or an upper bound."""
+        return self.drafts.padded(len(plan.rows))
 
     def _plan_rows(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
         members = running.members

@@ -14,6 +14,7 @@ from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import Admission, RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, StepMasks, append_tokens, check_stop, jump_forward
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
+from tandem.engine_core.scheduler.draft_spans import note_positions, note_spans
 from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import QueuedPrompts, RunningSequences, WaitingQueue, queue_full
@@ -185,8 +186,13 @@ class Scheduler:
                 seq.num_inflight_samples += 1
         if (plan.saves or plan.loads) and self.memory.states is not None:
             self.memory.states.on_launch(plan)
+        has_model = self.planner.drafts.has_model
+        if has_model:
+            note_spans(plan, held, self.memory)
         for row in plan.updated_rows:
             self.memory.on_launch(held[row.seq_id], row)
+        if has_model:
+            note_positions(plan, held, self.planner.graph_rows(plan))
         if self._running.unsteady:
             self._update_unsteady(plan)
             self._running.count_skipped(plan.rows)
@@ -261,6 +267,7 @@ class Scheduler:
         held, end = self._held, 0
         client, delta = None, TokenDelta([], [])
         predicted, has_failed = result.predicted or [False] * len(plan.rows), NO_TOKEN in result.tokens
+        has_model = self.planner.drafts.has_model
         columns = zip(plan.rows, result.counts, result.num_drafts, predicted, strict=True)
         for row, count, num_drafts, is_predicted in columns:
             run = result.tokens[end : end + count]
@@ -293,6 +300,9 @@ class Scheduler:
             seq.num_scheduled_tokens = scheduled if scheduled < seq.total_len else seq.kv_len
             stats.observe(num_drafts, count - 1)
             if num_drafts:
+                if has_model:
+                    # All accepted drafts but the last of the step were inputs of the draft model.
+                    stats.model_len = before + min(count, plan.num_drafts) - 1
                 delta.drafted.append(seq.request_id)
                 delta.drafts.extend((num_drafts, count - 1, is_predicted))
             if outcome is not None:

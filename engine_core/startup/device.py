@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -37,11 +38,13 @@ from tandem.engine_core.runtime.graphs import (
     GraphSizes,
     StepGraphs,
     capture_decode,
+    capture_drafts,
     capture_mixed,
     capture_updates,
     capture_verify,
     max_samples,
 )
+from tandem.engine_core.runtime.model_drafter import TORCH_DRAFT_KERNELS, DraftKernels, triton_draft_kernels
 from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.speculation import TORCH_KERNELS, Speculator, triton_kernels
@@ -160,7 +163,10 @@ class DeviceParts(Protocol):
         """
 
     def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
-        """Allocate what drafts and verifies tokens."""
+        """Allocate what drafts n-grams and verifies tokens."""
+
+    def draft_kernels(self) -> DraftKernels:
+        """Return the operations on the state of a draft model."""
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
         """Return the bytes that the attention of further mixed graphs holds.
@@ -203,7 +209,11 @@ class CpuParts:
 
     def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
         """Implement `DeviceParts.speculator`."""
-        return Speculator.allocate(tables, rule, TORCH_KERNELS)
+        return Speculator.of_ngrams(tables, rule, TORCH_KERNELS)
+
+    def draft_kernels(self) -> DraftKernels:
+        """Implement `DeviceParts.draft_kernels`."""
+        return TORCH_DRAFT_KERNELS
 
     def prompt_graph_bytes(self, *_parts: object) -> int:
         """Implement `DeviceParts.prompt_graph_bytes`."""
@@ -259,7 +269,11 @@ class CudaParts:
 
     def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
         """Implement `DeviceParts.speculator`."""
-        return Speculator.allocate(tables, rule, triton_kernels(self.gpu.pdl))
+        return Speculator.of_ngrams(tables, rule, triton_kernels(self.gpu.pdl))
+
+    def draft_kernels(self) -> DraftKernels:
+        """Implement `DeviceParts.draft_kernels`."""
+        return triton_draft_kernels(self.gpu.pdl)
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
         """Implement `DeviceParts.scorer`."""
@@ -319,9 +333,16 @@ class CudaParts:
             verify, growth = None, NO_GROWTH
             if speculator is not None:
                 began, free = time.monotonic(), self.device.free_bytes()
+                passes = None
+                if (drafter := speculator.model) is not None:
+                    own = CudaForward(drafter.model, drafter.kv, tables, drafter.page_tables, self.gpu)
+                    draft, draw = partial(own.draft, drafter), drafter.sampler.launch
+                    passes = capture_drafts(
+                        recorder, config.draft_graph_rows, slots, logits, draft, draw, drafter.write
+                    )
                 given = recorder, config.verify_shapes, slots, logits, forward.verify, launch, speculator.accept
                 with_adapters = dict.fromkeys(config.adapted_verify_shapes, forward.verify_adapted)
-                verify = capture_verify(*given, with_adapters)
+                verify = capture_verify(*given, with_adapters, passes)
                 growth = Growth(time.monotonic() - began, free - self.device.free_bytes())
         return StepGraphs(rows, shapes, decode, mixed, updates, verify, growth, adapted)
 

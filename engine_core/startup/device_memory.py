@@ -90,7 +90,7 @@ def memory_demand(config: StepConfig, source: ModelSource, weights: int, total: 
     weights, total: bytes of the weights, and of the GPU.
     """
     options = config.options
-    pool = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * source.layout.token_bytes
+    pool = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * source.token_bytes
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     # The existing checks refuse a model that no GPU of this size holds.
     fixed = weights + adapter_bytes(config, source) + state_sizes(config, source).rows

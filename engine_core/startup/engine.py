@@ -55,6 +55,7 @@ from tandem.engine_core.scheduler.step_costs import StepCosts
 from tandem.engine_core.startup.adapters import build_adapters
 from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.device_memory import dummy_bytes, memory_demand, wait_for_memory, weight_bytes
+from tandem.engine_core.startup.draft_model import resolve_draft
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
@@ -128,7 +129,10 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_b
     model_config = _with_groups(model_config, groups)
     step_config = structs.replace(step_config, kv_windows=tuple([group.window for group in groups]))
     layout = _kv_layout(groups, step_config)
-    return ResolvedEngine(ModelSource(directory, model_config, getattr(torch, dtype), layout), groups, step_config)
+    source = ModelSource(directory, model_config, getattr(torch, dtype), layout)
+    if options.draft_model is not None:
+        source = structs.replace(source, draft=resolve_draft(Path(options.draft_model), source, step_config))
+    return ResolvedEngine(source, groups, step_config)
 
 
 def _quantized(options: EngineOptions, model: ModelConfig) -> ModelConfig:
@@ -215,6 +219,8 @@ def _wait_for_memory(
     """
     source = resolved.source
     weights = dummy_bytes(source) if checkpoint is None else weight_bytes(source, checkpoint)
+    if source.draft is not None:
+        weights += dummy_bytes(source.draft)
     demand = memory_demand(resolved.config, source, weights, parts.device.total_bytes())
     return wait_for_memory(parts.device, demand, status)
 
@@ -308,7 +314,8 @@ def draft_policy(config: StepConfig) -> DraftPolicy:
     """Return the choice of the number of drafts of each step."""
     tokens = config.options.speculate_tokens
     fixed = tokens if isinstance(tokens, int) else None
-    return DraftPolicy(config.draft_sizes, fixed, config.graph_rows, config.max_step_tokens)
+    has_model = config.options.draft_model is not None
+    return DraftPolicy(config.draft_sizes, fixed, config.graph_rows, config.max_step_tokens, has_model)
 
 
 def _build_loop(

@@ -94,6 +94,7 @@ def num_mixed_shapes(config: StepConfig) -> int:
 def _num_decode_graphs(config: StepConfig) -> int:
     """Return the number of forward passes of a slot that are captured without prompts."""
     plain = len(config.graph_rows) + len(config.verify_shapes)
+    plain += 2 * len(config.draft_graph_rows)  # The first pass of a draft model, and the others.
     return plain + len(config.adapted_graph_rows) + len(config.adapted_verify_shapes)
 
 

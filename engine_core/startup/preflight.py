@@ -87,6 +87,10 @@ def preflight(
         if stored_bytes is not None and not is_dummy:
             weights = _weight_bytes(resolved, stored_bytes)
         model["weights"] = _weights_line(resolved, weights, formats)
+        if resolved.source.draft is not None:
+            drafted, taken = _check_weights(resolved.source.draft, are_here=not is_dummy)
+            model["draft model"] = _draft_line(resolved.source.draft, taken, drafted)
+            weights += taken
         if formats.note:
             model["16-bit layers"] = formats.note
         if formats.unmatched:
@@ -117,6 +121,15 @@ def _weights_line(resolved: ResolvedEngine, weights: int, formats: WeightFormats
         return f"{size} in {dtype}, {named}"
     slow = "; slow on a CPU: each matmul dequantizes them" if resolved.config.device == "cpu" else ""
     return f"{size}, {named}, the rest in {dtype}{slow}"
+
+
+def _draft_line(draft: ModelSource, weights: int, formats: WeightFormats) -> str:
+    """Describe the memory of a draft model."""
+    kind = formats.text or str(draft.model.quantization or str(draft.dtype).removeprefix("torch."))
+    return (
+        f"{draft.model.architecture}, weights {weights / GIB:.2f} GiB in {kind}, keys and values "
+        f"{draft.layout.token_bytes} bytes a token"
+    )
 
 
 def _gpu_line(gpu: Gpu) -> str:
@@ -189,7 +202,13 @@ def _pool(resolved: ResolvedEngine, weights: int, free: int, total: int) -> tupl
             f"{free / GIB:.2f} GiB are free; lower --max-rows"
         )
     memory = Memory(free=free - held) if is_cpu else Memory(free - held, total, free)
-    return memory, size_pool(resolved.config, memory, resolved.source.layout.token_bytes, states)
+    return memory, size_pool(resolved.config, memory, resolved.source.token_bytes, states)
+
+
+def _page_bytes(resolved: ResolvedEngine) -> int:
+    """Return the bytes of a page, with that of the draft model."""
+    source = resolved.source
+    return source.layout.page_bytes + (source.draft.layout.page_bytes if source.draft is not None else 0)
 
 
 def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfig, memory: Memory) -> Section:
@@ -202,7 +221,7 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
 
     seen = "torch sees a CUDA device" if device == "cuda" else "torch sees no CUDA device"
     kept = f"auto on {device}; the checkpoint is {resolved.source.model.dtype or 'float32'}"
-    size = f"{pool_text.capacity_text(pool)}, {pool.pages * layout.page_bytes / GIB:.2f} GiB"
+    size = f"{pool_text.capacity_text(pool)}, {pool.pages * _page_bytes(resolved) / GIB:.2f} GiB"
     if len(layout.groups) > 1:
         size += f" in pages of {layout.page_shape[0]} layers"
     if layout.dtype != resolved.source.dtype:
@@ -227,7 +246,7 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
         f"({f'given as {sized}' if sized else usual})",
         "prefix cache": "on" if config.prefix_cache else f"off ({uncached_by(options)})",
     }
-    if shortage := short_pool(pool, layout.page_bytes):
+    if shortage := short_pool(pool, _page_bytes(resolved)):
         choices["warning"] = shortage
     if states.rows:
         choices["recurrent state"] = f"{pool_text.size_text(states.rows)} for {config.max_rows} rows"

@@ -8,11 +8,13 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 from msgspec import Struct
 
+from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.errors import ConfigError, DeviceMemoryError, MemoryTooSmallError
 from tandem.engine_core.kernels.delta_rule.checkpoints import Checkpoints
@@ -24,15 +26,16 @@ from tandem.engine_core.layers.lora_linear import LoraSlots
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import Model, build_model
+from tandem.engine_core.models.registry import Model, build_model, open_checkpoint
 from tandem.engine_core.runtime.device import StepClock
-from tandem.engine_core.runtime.forced_sampler import ForcedSampler
+from tandem.engine_core.runtime.forced_sampler import EagerDrafter, ForcedSampler
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
+from tandem.engine_core.runtime.model_drafter import DraftScratch, ModelDrafter
 from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.slots import StepSlot
-from tandem.engine_core.runtime.speculation import Speculator
+from tandem.engine_core.runtime.speculation import Drafter, Speculator
 from tandem.engine_core.runtime.staging import capacity
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.processed_logprobs import ProcessedLogprobs
@@ -63,6 +66,23 @@ class ModelSource(Struct, frozen=True):
     model: ModelConfig
     dtype: torch.dtype
     layout: KVLayout
+    draft: "ModelSource | None" = None
+    """The draft model, None without one."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the pages of all KV groups, and in those of the draft model."""
+        return self.layout.token_bytes + (self.draft.layout.token_bytes if self.draft is not None else 0)
+
+
+class DraftParts(NamedTuple):
+    """The draft model and what it needs besides its KV pool."""
+
+    model: Model
+    sampler: Sampler
+    scratch: DraftScratch
+    planners: list[AttentionPlanner]
+    """Of each slot."""
 
 
 def state_sizes(config: StepConfig, source: ModelSource) -> StateSizes:
@@ -92,6 +112,8 @@ class RuntimeBuilder(Struct, frozen=True):
     """None if no step verifies drafts."""
     lora: LoraSlots | None = None
     """Memory of adapters; None if the engine takes none."""
+    draft: DraftParts | None = None
+    """None without a draft model."""
 
     def build_pool(self, pages: int, state_slots: int = 0) -> KVStorage:
         """Allocate a KV pool, and slots for checkpoints of recurrent layers.
@@ -104,9 +126,10 @@ class RuntimeBuilder(Struct, frozen=True):
             checkpoints = None
             if state_slots and states is not None and shape is not None:
                 checkpoints = Checkpoints.allocate(shape, states.stacked, state_slots)
-            return KVStorage.allocate(layout, pages, self.parts.device.torch_device, recurrent, checkpoints)
+            draft = None if self.source.draft is None else self.source.draft.layout
+            return KVStorage.allocate(layout, pages, self.parts.device.torch_device, recurrent, checkpoints, draft)
         except RuntimeError as error:
-            size = pages * layout.page_bytes / kv_sizing.GIB
+            size = pages * self.source.token_bytes * layout.page_size / len(layout.groups) / kv_sizing.GIB
             raise MemoryTooSmallError(
                 f"a KV pool of {size:.2f} GiB cannot be allocated ({error}); lower --kv-tokens, --kv-memory or "
                 "--gpu-memory"
@@ -126,10 +149,22 @@ class RuntimeBuilder(Struct, frozen=True):
             self.tables.page_tables(kv),
             graphs,
             StepClock(self.parts.device.instant),
-            self.speculator,
+            self.speculator_of(kv),
             self.adapters,
             self.processed,
         )
+
+    def speculator_of(self, kv: KVStorage) -> Speculator | None:
+        """Return what drafts and verifies tokens, with the draft model's keys and values in a KV pool."""
+        speculator, draft = self.speculator, self.draft
+        if speculator is None or draft is None or kv.draft is None:
+            return speculator
+        given = draft.model, kv.draft, self.tables, draft.sampler, draft.scratch, self.parts.draft_kernels()
+        drafter: Drafter
+        drafter = model = ModelDrafter(*given, draft.planners)
+        if isinstance(speculator.drafter, EagerDrafter):
+            drafter = EagerDrafter(drafter, speculator.drafter.forced)
+        return Speculator(speculator.tables, speculator.sources, drafter, speculator.kernels, model)
 
     @property
     def processed(self) -> ProcessedLogprobs | None:
@@ -155,13 +190,13 @@ class RuntimeBuilder(Struct, frozen=True):
             status.enter(Phase.WARMING, percent * 9 // 10)
 
         given = self.config, self.model, kv, self.tables, self.sampler, self.slots, progress
-        return self.parts.graphs(*given, self.speculator, self.adapters)
+        return self.parts.graphs(*given, self.speculator_of(kv), self.adapters)
 
     def capture_trial(self, config: StepConfig, kv: KVStorage, slots: int) -> object:
         """Capture the graphs of a trial for that many slots, which all are the first."""
         first = self.slots[:1] * slots
         given = config, self.model, kv, self.tables, self.sampler, first, lambda _: None
-        return self.parts.graphs(*given, self.speculator, self.adapters)
+        return self.parts.graphs(*given, self.speculator_of(kv), self.adapters)
 
     def measure(self, free_at_start: int) -> Memory:
         """Measure the memory of steps and graphs by a trial.
@@ -234,7 +269,7 @@ def _build(
     memory = builder.measure(free_at_start)
     log.mark("trial of steps and graphs")
     states = state_sizes(builder.config, source)
-    config = kv_sizing.size_pool(builder.config, memory, source.layout.token_bytes, states)
+    config = kv_sizing.size_pool(builder.config, memory, source.token_bytes, states)
     kv = builder.build_pool(config.pages, config.state_slots)
     _log_memory(config, memory, source)
     log.mark("KV pool")
@@ -295,7 +330,7 @@ def _new_builder(
     vocab_size = source.model.vocab_size
     sizes = config.max_rows, config.max_len, config.page_columns
     tables = DeviceTables.allocate(*sizes, device.torch_device, config.max_prediction)
-    uploads = config.max_uploads, config.max_prediction
+    uploads = config.max_uploads, config.max_prediction, source.draft is not None
     words = capacity(config.max_rows, config.max_step_tokens, config.max_page_entries, *uploads)
     new_planner = parts.attention(source.model, config, source.dtype, source.layout)
     slots = [
@@ -312,15 +347,20 @@ def _new_builder(
         for _ in range(config.depth)
     ]
     most_samples = max(config.max_rows, config.max_verified)
-    sampler, scorer = parts.sampler(tables, vocab_size, most_samples), parts.scorer(vocab_size, most_samples)
+    plain, scorer = parts.sampler(tables, vocab_size, most_samples), parts.scorer(vocab_size, most_samples)
+    sampler: Sampler = plain
     speculator, options = None, config.options
     if config.draft_sizes:
         rule = NgramRule(options.speculate_min_match, options.speculate_max_match, MAX_SCAN)
         speculator = parts.speculator(tables, rule)
     if options.synthetic_acceptance is not None or options.teacher_tokens is not None:
-        sampler = forced = _forced(sampler, tables, config, vocab_size)
+        sampler = forced = _forced(plain, tables, config, vocab_size)
         if speculator is not None:
-            speculator.kernels = forced.draft_always(speculator.kernels)
+            speculator.drafter = EagerDrafter(speculator.drafter, forced)
+    draft = None
+    if source.draft is not None:
+        draft = _build_draft(config, source.draft, parts, tables, plain, status)
+        log.mark("draft model")
     log.mark("tables and slots")
     shape, layers = source.model.delta_rule, len(source.model.recurrent_layers)
     states = None
@@ -329,8 +369,28 @@ def _new_builder(
         size = state_sizes(config, source).rows
         logger.info("recurrent state: %s for %d rows", pool_text.size_text(size), config.max_rows)
         log.mark("recurrent state")
-    given = parts, source, config, model, tables, sampler, scorer, filler, slots, states, speculator, lora
+    given = parts, source, config, model, tables, sampler, scorer, filler, slots, states, speculator, lora, draft
     return RuntimeBuilder(*given)
+
+
+def _build_draft(
+    config: StepConfig,
+    source: ModelSource,
+    parts: DeviceParts,
+    tables: DeviceTables,
+    sampler: Sampler,
+    status: Status,
+) -> DraftParts:
+    """Load the draft model."""
+    checkpoint = None
+    if config.options.load_format != "dummy":
+        checkpoint = open_checkpoint(source.directory, source.model)
+    model = _load_model(config.options, source, checkpoint, parts.build_context(source.model, source.dtype), status)
+    calibrate_kv_scales(model, source.layout, source.dtype, config.max_len)
+    new_planner = parts.attention(source.model, config, source.dtype, source.layout)
+    planners = [new_planner() for _ in range(config.depth)]
+    logger.info("draft model: %s in %s", source.model.architecture, source.directory)
+    return DraftParts(model, sampler, DraftScratch.allocate(tables), planners)
 
 
 def _forced(sampler: Sampler, tables: DeviceTables, config: StepConfig, vocab_size: int) -> ForcedSampler:
@@ -370,7 +430,7 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
         return count / kv_sizing.GIB
 
     layout = source.layout
-    pool = config.pages * layout.page_bytes
+    pool = config.pages * config.page_size * source.token_bytes // len(layout.groups)
     if config.device != "cpu":
         logger.info(
             "memory in GiB: %.2f in all, %.2f free at start; weights and tables %.2f, steps %.2f, graphs %.2f "
@@ -394,5 +454,6 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
         logger.info("checkpoints of the recurrent state: %s", checkpoints)
     if windows := pool_text.windows_text(config, source.model, layout):
         logger.info("%s; %s", windows, pool_text.sequence_text(config))
-    if shortage := kv_sizing.short_pool(config, layout.page_bytes):
+    page_bytes = config.page_size * source.token_bytes // len(layout.groups)
+    if shortage := kv_sizing.short_pool(config, page_bytes):
         logger.warning("%s", shortage)

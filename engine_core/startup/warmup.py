@@ -5,7 +5,7 @@ from msgspec import structs
 from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.contracts import Runtime
 from tandem.engine_core.kernels.delta_rule.state import RING
-from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StateCopy, StepPlan
+from tandem.engine_core.plan import PADDING_ROW, DraftSpan, NewSequence, ScheduledSequence, StateCopy, StepPlan
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import SamplingParams
 
@@ -46,7 +46,11 @@ def full_step(config: StepConfig) -> StepPlan:
     lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
     rows = tuple([padding_prompt(length, prompt_logprobs=True) for length in lengths])
     params = GREEDY if config.options.logprobs_mode == "raw_logprobs" else FULL
-    return StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, params),), logprobs=1)
+    plan = StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, params),), logprobs=1)
+    if config.options.draft_model is None:
+        return plan
+    spans = tuple([DraftSpan(-1, PADDING_ROW, 0, length) for length in lengths])
+    return structs.replace(plan, draft_spans=spans)
 
 
 def _copying_step() -> StepPlan:

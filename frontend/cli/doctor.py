@@ -24,7 +24,7 @@ from tandem.frontend.supervisor.addresses.port_flags import port_clash
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import port_owner, tcp_addresses
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
-from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name, preview_model
+from tandem.frontend.supervisor.model import LaunchError, find_draft_model, find_model, is_hub_name, preview_model
 from tandem.frontend.supervisor.preflight import RunPreflight, run_preflight, text_problem
 from tandem.protocol.engine_options import check_numbers, engine_options
 from tandem.protocol.preflight import PreflightReport, Section
@@ -71,6 +71,7 @@ def examine(arguments: argparse.Namespace, ask: RunPreflight) -> Report:
         model, weight_bytes = _find_model(options.model, hub_options(arguments))
         check_engine_installed()
         check_numbers(options)
+        options = find_draft_model(options, hub_options(arguments), may_download=False)
         engine = ask(structs.replace(options, model=options.model and model["folder"]), weight_bytes)
     except (LaunchError, ValueError) as error:
         problems.append(str(error))

@@ -24,7 +24,6 @@ from tandem.frontend.cli.flags import (
 from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.parsing.foreign_flags import ALIASES, ForeignFlag
 from tandem.frontend.cli.parsing.parser import CommandParser
-from tandem.frontend.cli.parsing.speculative_config import SpeculativeConfig
 from tandem.frontend.config import ChatOptions, FrontendConfig, frontend_name
 from tandem.frontend.flags.arguments import (
     add_child_arguments,
@@ -34,6 +33,7 @@ from tandem.frontend.flags.arguments import (
 )
 from tandem.frontend.flags.flag import Flag, add_flags, out_of_bounds
 from tandem.frontend.flags.http_flags import FRONTEND_FLAGS
+from tandem.frontend.flags.speculative_config import SpeculativeConfig
 from tandem.frontend.supervisor.termination import TERMINATED, Terminated, ignored_sighup, raised_sigterm
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, rare_engine_flags, wrong_numbers
@@ -295,7 +295,7 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
         http_keys,
         supervise,
     )
-    from tandem.frontend.supervisor.model import LaunchError, find_model
+    from tandem.frontend.supervisor.model import LaunchError, find_draft_model, find_model
     from tandem.frontend.supervisor.preflight import check_before_weights
 
     try:
@@ -308,6 +308,7 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
         # Downloaded here, where an interrupt takes effect at once; the event loop would wait for it.
         with raised_sigterm():
             chat = ChatOptions(template=arguments.chat_template) if with_frontends else None
+            options = find_draft_model(options, hub_options(arguments))
             check = check_before_weights(options, chat)
             model = find_model(arguments.model, hub_options(arguments), before_weights=check)
             root = arguments.lora_root if with_frontends else None

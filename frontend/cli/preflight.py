@@ -43,6 +43,7 @@ from tandem.frontend.supervisor.model import (
     LaunchError,
     ModelFolder,
     NotDownloadedError,
+    find_draft_model,
     find_model,
     preview_model,
 )
@@ -137,6 +138,8 @@ def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findi
     The engine's code does so in a child process.
     """
     options = engine_options(arguments)
+    with found.caught():
+        options = find_draft_model(options, hub_options(arguments), may_download=False)
     invalid = wrong_numbers(options)
     # Some flags are shared with the frontends and have the same bounds.
     reported = {text.partition(" ")[0] for text in found.problems}

@@ -31,7 +31,7 @@ from tandem.frontend.offline.result import EngineError, OutputDelta, Result
 from tandem.frontend.offline.session import OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import check_engine_installed
-from tandem.frontend.supervisor.model import ModelFolder, find_model
+from tandem.frontend.supervisor.model import ModelFolder, find_draft_model, find_model
 from tandem.frontend.supervisor.preflight import check_before_weights
 
 
@@ -62,8 +62,7 @@ class AsyncLLM:
         settings = engine_options(model, options)
         chat = chat or ChatOptions()
         self._session = OfflineSession(settings, chat, check_log_level(log_level))
-        self._settings, self._lora_modules = settings, lora_modules
-        self._before_weights = check_before_weights(settings, chat)
+        self._settings, self._lora_modules, self._chat = settings, lora_modules, chat
         self._model, self._hub = model, hub_options(revision, hf_token, download_dir)
         self._startup_timeout = startup_timeout
         self._state = "not started"
@@ -86,6 +85,8 @@ class AsyncLLM:
         check_engine_installed()
         self._state = "running"
         try:
+            self._settings = await asyncio.to_thread(find_draft_model, self._settings, self._hub)
+            self._session.options = self._settings
             model = await self._find_model()
             given = self._lora_modules, self._settings, model.served_name, self._hub
             self._session.adapters = await asyncio.to_thread(find_lora_modules, *given)
@@ -96,11 +97,9 @@ class AsyncLLM:
 
     async def _find_model(self) -> ModelFolder:
         """Find or download the model in a thread, which is stopped if this call is cancelled."""
-        stop = threading.Event()
+        stop, check = threading.Event(), check_before_weights(self._settings, self._chat)
         try:
-            return await asyncio.to_thread(
-                find_model, self._model, self._hub, stop=stop, before_weights=self._before_weights
-            )
+            return await asyncio.to_thread(find_model, self._model, self._hub, stop=stop, before_weights=check)
         finally:
             stop.set()
 

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from msgspec import Struct
 
 from tandem.frontend.api.chat_completions.request import BODY as CHAT
 from tandem.frontend.api.completions.request import BODY as COMPLETION
+from tandem.frontend.flags.speculative_config import speculative_arguments
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.adapters import check_modules, find_adapters
-from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_argv
+from tandem.protocol.engine_options import DRAFT_MODEL, EngineOptions, add_engine_arguments, engine_argv
 from tandem.protocol.engine_options import engine_options as parsed_options
 from tandem.protocol.events import NO_LIMIT
 from tandem.protocol.params import MAX_TOP_LOGPROBS
@@ -46,7 +48,6 @@ _OTHER_OPTIONS = {
     "kv_cache_dtype": "kv_dtype",
     "model_path": "model",
     "block_size": "page_size",
-    "speculative_config": "speculate",
     "verbose": "log_level",
 }
 """Options of other engines, and the closest option here."""
@@ -69,6 +70,7 @@ def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptio
     Raises TypeError for an unknown option, with the closest name, and ValueError for an invalid value.
     """
     known = EngineOptions.__struct_fields__
+    options = _with_drafts(options)
     for name in options:
         if name not in known:
             near = _OTHER_OPTIONS.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
@@ -83,6 +85,31 @@ def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptio
     except argparse.ArgumentError as error:
         name = str(error.argument_name).lstrip("-").replace("-", "_")
         raise ValueError(f"{name}={getattr(settings, name)!r}: {error.message}") from None
+
+
+def _with_drafts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with those of drafts under the names of our flags.
+
+    Raises TypeError if one is given twice, and ValueError for an invalid `speculative_config`, vLLM's.
+    """
+    found = dict(options)
+    config = found.pop("speculative_config", None)
+    given: dict[str, Any] = {}
+    if config is not None:
+        try:
+            given |= speculative_arguments(json.dumps(config))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"speculative_config={config!r}: {error}") from None
+    for name, other, prefix in (("draft_model", "speculate", DRAFT_MODEL), ("spec_length", "speculate_tokens", "")):
+        value = found.pop(name, None)
+        if value is None:
+            continue
+        if other in found or other in given:
+            raise TypeError(f"{name!r} is short for {other!r}; give one of them")
+        given[other] = f"{prefix}{value}" if prefix else value
+    if twice := sorted(given.keys() & found.keys()):
+        raise TypeError(f"{twice[0]!r} and 'speculative_config' set the same; give one of them")
+    return found | given
 
 
 def hub_options(revision: str | None, hf_token: str | None, download_dir: str | Path | None) -> HubOptions:

@@ -33,7 +33,7 @@ from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputD
 from tandem.frontend.offline.session import Item, OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import check_engine_installed
-from tandem.frontend.supervisor.model import LaunchError, find_model
+from tandem.frontend.supervisor.model import LaunchError, find_draft_model, find_model
 from tandem.frontend.supervisor.preflight import check_before_weights
 
 __all__ = [
@@ -74,13 +74,16 @@ class LLM:
         `model` is a folder or a name on the Hugging Face hub, which is downloaded first if it is not in the cache,
         using `revision`, `hf_token` and `download_dir` like the flags of `tandem serve`. By default the engine serves
         the model shipped with it. `lora_modules` are folders or hub names of adapters by name, for `lora` of a call;
-        they need `enable_lora=True`. It logs to stderr from `log_level` (debug, info, warning or error) on. Raises
-        LaunchError or TokenizerError for a model that cannot be served, EngineError if the engine exits or is not ready
-        within `startup_timeout` seconds, TypeError for an unknown option, ValueError for an invalid value.
+        they need `enable_lora=True`. `draft_model` (a folder or hub name) and `spec_length` are short for
+        `speculate="model:..."` and `speculate_tokens`. It logs to stderr from `log_level` (debug, info, warning or
+        error) on. Raises LaunchError or TokenizerError for a model that cannot be served, EngineError if the engine
+        exits or is not ready within `startup_timeout` seconds, TypeError for an unknown option, ValueError for an
+        invalid value.
         """
         settings, level = engine_options(model, options), check_log_level(log_level)
         check_engine_installed()
         hub = hub_options(revision, hf_token, download_dir)
+        settings = find_draft_model(settings, hub)
         found = find_model(model, hub, before_weights=check_before_weights(settings, chat or ChatOptions()))
         adapters = find_lora_modules(lora_modules, settings, found.served_name, hub)
         self._session = OfflineSession(settings, chat or ChatOptions(), level, adapters)

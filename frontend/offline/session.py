@@ -57,7 +57,7 @@ class OfflineSession:
     ) -> None:
         """Keep the settings. adapters: folders by name."""
         self.adapters = adapters or {}
-        self._options = options
+        self.options = options
         self._chat = chat
         self._log_level = log_level
         self._resources = ExitStack()
@@ -86,8 +86,8 @@ class OfflineSession:
             store=False,
         )
         self._service = build_service(config)
-        flags = adapters_argv(private, self.adapters) if self._options.enable_lora else ()
-        self._engine = EngineProcess(endpoint, model.options(self._options), self._log_level, flags)
+        flags = adapters_argv(private, self.adapters) if self.options.enable_lora else ()
+        self._engine = EngineProcess(endpoint, model.options(self.options), self._log_level, flags)
         await self._engine.start()
         self._service.client.start()
         deadline = time.monotonic() + timeout

@@ -16,7 +16,7 @@ from tandem.frontend.hub.options import BeforeWeights, HubOptions
 from tandem.frontend.hub.selection import has_tokenizer
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
 from tandem.frontend.supervisor.wrong_folder import check_readable, explain, inaccessible
-from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.engine_options import DRAFT_MODEL, EngineOptions
 
 if TYPE_CHECKING:  # these import huggingface_hub
     from tandem.frontend.hub.client import HubModel
@@ -109,6 +109,23 @@ def find_model(
     if folder == found.folder:
         return found
     return ModelFolder(folder, found.name or found.folder.resolve().name, found.commit)
+
+
+def find_draft_model(options: EngineOptions, hub: HubOptions, *, may_download: bool = True) -> EngineOptions:
+    """Return the options with the folder of the draft model, if they name one.
+
+    One from the hub is downloaded if it is not in the cache. hub: the revision is that of the served model, and is not
+    used. Raises the errors of `find_model`.
+    """
+    if options.draft_model is None:
+        return options
+    try:
+        found = find_model(options.draft_model, structs.replace(hub, revision=None), may_download=may_download)
+    except NotDownloadedError as error:
+        raise NotDownloadedError(f"--speculate {options.speculate}: {error}") from None
+    except LaunchError as error:
+        raise LaunchError(f"--speculate {options.speculate}: {error}") from None
+    return structs.replace(options, speculate=DRAFT_MODEL + str(found.folder.absolute()))
 
 
 def _find(

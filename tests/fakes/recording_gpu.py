@@ -27,6 +27,7 @@ from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime import cuda_forward
 from tandem.engine_core.runtime.captured import Graph
 from tandem.engine_core.runtime.device import CpuDevice, Instant
+from tandem.engine_core.runtime.model_drafter import TORCH_DRAFT_KERNELS, DraftKernels
 from tandem.engine_core.runtime.speculation import TORCH_KERNELS, Speculator
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES, Mode, Sampler
@@ -126,7 +127,10 @@ class OracleParts(CudaParts):
         return TorchScorer()
 
     def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
-        return Speculator.allocate(tables, rule, TORCH_KERNELS)
+        return Speculator.of_ngrams(tables, rule, TORCH_KERNELS)
+
+    def draft_kernels(self) -> DraftKernels:
+        return TORCH_DRAFT_KERNELS
 
 
 def oracle_parts(_kind: str) -> CudaParts:

@@ -42,8 +42,9 @@ from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.kernels.speculation.accept import accept
+from tandem.engine_core.kernels.speculation.draft_steps import draft_inputs, note_accepted, write_drafts
 from tandem.engine_core.kernels.speculation.ngram import propose_ngrams
-from tandem.engine_core.kernels.speculation.reference import NgramRule
+from tandem.engine_core.kernels.speculation.reference import DraftState, NgramRule
 from tandem.engine_core.kernels.speculation.verify_inputs import verify_inputs
 from tandem.engine_core.kernels.tiles.table import DecodeKey, TileTable
 from tandem.engine_core.sampling.sampler import Mode
@@ -236,6 +237,12 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: propose_ngrams(tables, index.new_zeros(2, 64), index, 3, index, rule, pdl=gpu.pdl)
     yield lambda: verify_inputs(tables, [table, ring], index, 4, (more, more), pdl=gpu.pdl)
     yield lambda: accept(tables, index, 4, more, index, index, pdl=gpu.pdl)
+    state = DraftState(index, index)
+    for is_first, queries in ((True, 4), (False, 1)):
+        passed = tables, [table], state, index, queries, (more, more), more.long(), is_first
+        yield lambda passed=passed: draft_inputs(*passed, pdl=gpu.pdl)
+    yield lambda: write_drafts(tables, state, index, more, more, pdl=gpu.pdl)
+    yield lambda: note_accepted(tables, state, index, 3, more, pdl=gpu.pdl)
     yield from recurrent_kernels(gpu)
 
 

@@ -123,6 +123,89 @@ def accept(
         counts[number] = count | len(drafts) << DRAFTS_SHIFT | int(sources[number]) << SOURCE_SHIFT
 
 
+class DraftState(NamedTuple):
+    """What the KV cache of a draft model holds, by row."""
+
+    lengths: Tensor
+    """[R] int32, number of leading positions with keys and values of the draft model."""
+    counts: Tensor
+    """[R] int32, number of drafts that were written in the current step."""
+
+
+def draft_inputs(
+    tables: SamplingTables,
+    page_tables: Sequence[PageTable],
+    state: DraftState,
+    rows: Tensor,
+    queries: int,
+    samples: tuple[Tensor, Tensor],
+    index: Tensor,
+    is_first: bool,
+) -> VerifyTokens:
+    """Return the tokens that the draft model computes before its next draft.
+
+    Before the first draft of a step these are the newest token of a row and known tokens before it whose keys and
+    values are missing, up to `queries` in all. A row that lacks more gets no draft, but makes up for `queries` of them.
+    Before another draft it is the draft before. Other tokens repeat the last of their row, and write to page 0. A row
+    that may have no draft computes nothing.
+
+    page_tables: of the draft model's pool; rows: [B] int32, 0 for padding; samples: [B] int32 each, written: row and
+    position of the token to sample from, 0 for a row without a draft; index: [B] int64, written: index of that token
+    among the B * queries; is_first: True before the first draft of a step. `state` is updated.
+    """
+    positions, live = torch.zeros(2, len(rows), queries, dtype=torch.int64).unbind()
+    numbers = torch.arange(queries)
+    for number, row in enumerate(rows.tolist()):
+        length, count = int(tables.lengths[row]), 0 if is_first else int(state.counts[row])
+        wanted = min(row_int(tables, row, "max_drafts"), row_int(tables, row, "total_len") - 1 - length)
+        end = length - 1 + count
+        first = min(int(state.lengths[row]), end) if is_first else end
+        is_live = row > 0 and count < wanted and int(tables.tokens[row, end]) >= 0
+        num_live = min(queries, end - first + 1) if is_live else 0
+        is_sampled = is_live and first + num_live > end
+        live[number] = numbers < num_live
+        if is_live:
+            positions[number] = first + numbers.clamp(max=num_live - 1)
+        samples[0][number], samples[1][number] = (row, end) if is_sampled else (0, 0)
+        index[number] = number * queries + max(num_live - 1, 0)
+        if is_first:
+            state.counts[row] = 0
+            if is_live:
+                state.lengths[row] = first + num_live
+    device, token_rows = rows.device, rows.long().repeat_interleave(queries)
+    position = positions.flatten().to(device)
+    slots = torch.stack([table.slots(token_rows, position) for table in page_tables])
+    ids = tables.tokens[token_rows, position].long()
+    return VerifyTokens(ids, torch.where(live.flatten().to(device) > 0, slots, 0), token_rows.int(), position.int())
+
+
+def write_drafts(tables: SamplingTables, state: DraftState, rows: Tensor, sample_rows: Tensor, sampled: Tensor) -> None:
+    """Write one draft of each row into the token table, after its known tokens and its drafts; -1 if it has none.
+
+    rows: [B] int32, 0 for padding; sample_rows: [B] int32, as written by `draft_inputs`; sampled: [B] int32, -1 for a
+    row without usable logits. `state` is updated.
+    """
+    for number, row in enumerate(rows.tolist()):
+        at = int(tables.lengths[row]) + int(state.counts[row])
+        if row == 0:
+            continue
+        if at < tables.tokens.shape[1]:
+            tables.tokens[row, at] = sampled[number] if sample_rows[number] else -1
+        state.counts[row] += 1
+
+
+def note_accepted(tables: SamplingTables, state: DraftState, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
+    """Count the positions of accepted drafts that the draft model has computed: all but the last draft of a step.
+
+    rows: [B] int32, 0 for padding; num_drafts: number of tokens that the draft model was run for; counts: [B] int32, as
+    written by `accept`.
+    """
+    for row, packed in zip(rows.tolist(), counts.tolist(), strict=True):
+        new, drafted = packed & 0xFF, packed >> DRAFTS_SHIFT & 0xFF
+        if row and drafted:
+            state.lengths[row] = int(tables.lengths[row]) - new + min(new - 1, num_drafts - 1)
+
+
 def propose_ngrams(
     tables: SamplingTables, predictions: Tensor, rows: Tensor, drafts: int, sources: Tensor, rule: NgramRule
 ) -> None:

@@ -115,12 +115,42 @@ def test_conversations_are_lists_of_messages() -> None:
         conversation_batch([TALK, "hello"])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"draft_model": "small", "spec_length": 3},
+        {"speculate": "model:small", "speculate_tokens": 3},
+        {"speculative_config": {"method": "draft_model", "model": "small", "num_speculative_tokens": 3}},
+    ],
+)
+def test_a_draft_model_has_short_names_and_those_of_vllm(given: dict[str, Any]) -> None:
+    options = engine_options("m", given)
+    assert (options.speculate, options.speculate_tokens, options.draft_model) == ("model:small", 3, "small")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "named"),
+    [
+        ({"draft_model": "x", "speculate": "ngram"}, TypeError, "draft_model.*speculate"),
+        ({"spec_length": 3, "speculate_tokens": 2}, TypeError, "spec_length.*speculate_tokens"),
+        ({"speculative_config": {"method": "mtp"}}, ValueError, "speculative_config.*mtp"),
+        ({"speculative_config": {"method": "ngram"}, "speculate": "off"}, TypeError, "speculate"),
+        ({"speculate": "model:"}, ValueError, "speculate"),
+        ({"speculate": "eagle"}, ValueError, "speculate"),
+    ],
+)
+def test_options_of_drafts_that_contradict_are_refused(
+    given: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        engine_options("m", given)
+
+
 def test_an_unknown_option_names_the_nearest_one() -> None:
     assert engine_options("m", {"max_rows": 3}).max_rows == 3
     for name, near in (
         ("max_model_len", "max_len"),
         ("gpu_memory_utilization", "gpu_memory"),
-        ("speculative_config", "speculate"),
         ("page_sizes", "page_size"),
     ):
         with pytest.raises(TypeError, match=f"{name!r}.*{near!r}"):

@@ -5,12 +5,19 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tandem.protocol.engine_options import DRAFT_MODEL
+
 FLAGS = {
     "num_speculative_tokens": "speculate_tokens",
     "prompt_lookup_min": "speculate_min_match",
     "prompt_lookup_max": "speculate_max_match",
 }
-"""Argument name of our flag for each key but the method."""
+"""Argument name of our flag for each key of a number."""
+METHODS = {
+    "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    "draft_model": ("model", "num_speculative_tokens"),
+}
+"""Keys of each method."""
 BOUNDS = {"num_speculative_tokens": 7, "prompt_lookup_min": 16, "prompt_lookup_max": 16}
 """Largest value of each of them; the smallest is 1."""
 
@@ -46,10 +53,17 @@ def speculative_arguments(text: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError('must be an object like {"method": "ngram", "num_speculative_tokens": 3}')
     method = given.pop("method", None)
-    if method != "ngram":
-        raise ValueError(f"method {method!r} is not supported, only 'ngram' is")
-    if unknown := sorted(given.keys() - FLAGS.keys()):
-        raise ValueError(f"{', '.join(unknown)} not supported, only method, {', '.join(FLAGS)}")
+    known = METHODS.get(method) if isinstance(method, str) else None
+    if known is None:
+        raise ValueError(f"method {method!r} is not supported, only {' and '.join(map(repr, METHODS))} are")
+    if unknown := sorted(given.keys() - {*known}):
+        raise ValueError(f"{', '.join(unknown)} not supported with {method}, only {', '.join(known)}")
+    speculate = "ngram"
+    if method == "draft_model":
+        model = given.pop("model", None)
+        if not isinstance(model, str) or not model:
+            raise ValueError(f"model {model!r}: must be the folder of the draft model, or its name on the hub")
+        speculate = DRAFT_MODEL + model
     for key, value in given.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= BOUNDS[key]:
             raise ValueError(f"{key} {value!r}: must be from 1 to {BOUNDS[key]}")
@@ -58,4 +72,4 @@ def speculative_arguments(text: str) -> dict[str, Any]:
         given |= {"prompt_lookup_min": lengths[0], "prompt_lookup_max": lengths[-1]}
         if lengths[0] > lengths[-1]:
             raise ValueError(f"prompt_lookup_min {lengths[0]} is more than prompt_lookup_max {lengths[-1]}")
-    return {"speculate": "ngram", **{FLAGS[key]: value for key, value in given.items()}}
+    return {"speculate": speculate, **{FLAGS[key]: value for key, value in given.items()}}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.frontend.cli.main import build_parser
-from tandem.frontend.cli.parsing.speculative_config import speculative_arguments
+from tandem.frontend.flags.speculative_config import speculative_arguments
 from tandem.protocol.engine_options import engine_options
 
 
@@ -25,11 +25,21 @@ def test_keys_of_vllm_are_flags_of_ours(given: dict[str, int], expected: dict[st
     assert found == {"speculate": "ngram", **expected}
 
 
+def test_a_draft_model_is_named() -> None:
+    given = {"method": "draft_model", "model": "me/small", "num_speculative_tokens": 4}
+    assert speculative_arguments(json.dumps(given)) == {"speculate": "model:me/small", "speculate_tokens": 4}
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
         ({"method": "eagle3", "model": "x"}, "'eagle3'"),
         ({"num_speculative_tokens": 3}, "method None"),
+        ({"method": ["ngram"]}, r"method \['ngram'\]"),
+        ({"method": "draft_model"}, "model None"),
+        ({"method": "draft_model", "model": 3}, "model 3"),
+        ({"method": "draft_model", "model": "x", "prompt_lookup_max": 3}, "prompt_lookup_max"),
+        ({"method": "draft_model", "model": "x", "num_speculative_tokens": 9}, "num_speculative_tokens 9"),
         ({"method": "ngram", "model": "x", "quantization": "fp8"}, "model, quantization"),
         ({"method": "ngram", "num_speculative_tokens": 8}, "num_speculative_tokens 8"),
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens True"),

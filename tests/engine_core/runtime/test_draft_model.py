@@ -1,0 +1,116 @@
+"""Engines that verify the drafts of a model, on the paths of a CPU and of a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+
+from tandem.protocol.params import SamplingParams
+from tests.engine_core.runtime.test_recorded_graphs import MODEL
+from tests.engine_core.runtime.test_speculation import KINDS, build, generate
+from tests.support.engine_driver import DrivenEngine
+from tests.support.model_folder import write_model
+from tests.support.plan_recording import runtime_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, MODEL)
+    return path
+
+
+def acceptance(driven: DrivenEngine) -> tuple[int, int]:
+    """Return the drafts that were verified and those that were accepted."""
+    stats = driven.engine.stats
+    return stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_target_as_its_own_draft_model_is_always_right(kind: str, temperature: float, folder: Path) -> None:
+    """Whatever the phases without drafts, the chunks of prompts and the hits were before."""
+    params = SamplingParams(24, temperature=temperature, seed=5, ignore_eos=True)
+    prompts = [[5, 9, 14], list(range(3, 30)), [5, 9, 14, 7, 8]]
+    with KINDS[kind].kernels():
+        plain = build(folder, KINDS[kind]).generate(prompts, [params] * 3)
+        driven = build(folder, KINDS[kind], speculate=f"model:{folder}", speculate_tokens=3)
+        assert driven.generate(prompts, [params] * 3) == plain
+    drafted, accepted = acceptance(driven)
+    assert drafted == accepted > 30
+    assert driven.engine.scheduler.audit() == []
+
+
+def test_a_cache_hit_of_pages_that_the_draft_model_lacks_is_made_up_for(folder: Path) -> None:
+    """Those of a request without drafts; then the pages have both."""
+    params = SamplingParams(20, temperature=0.0, ignore_eos=True)
+    prompt = list(range(3, 30))
+    driven = build(folder, KINDS["cpu"], speculate=f"model:{folder}", speculate_tokens=3)
+    driven.submit(prompt, params, speculation=False)
+    driven.run()
+    assert acceptance(driven) == (0, 0)
+    tree = driven.engine.scheduler.memory.tree
+    assert tree is not None and not any(tree.has_drafts)
+    assert driven.generate([prompt], [params]) == [driven.tokens(1)]
+    drafted, accepted = acceptance(driven)
+    assert drafted == accepted > 10 and driven.engine.scheduler.memory.num_hit_tokens > 0
+    assert sum(tree.has_drafts) == len(prompt) // 8, "pages of the prompt, which were computed once"
+
+
+def test_phases_without_drafts_are_made_up_for(folder: Path) -> None:
+    params = SamplingParams(40, temperature=0.0, ignore_eos=True)
+    driven = build(folder, KINDS["cpu, two steps in flight"], speculate=f"model:{folder}", speculate_tokens=3)
+    policy, calls = driven.engine.scheduler.planner.drafts, iter(range(1000))
+    choose = policy.choose
+    policy.choose = lambda sequences: choose(sequences) if next(calls) % 12 > 9 else 0  # type: ignore[method-assign]
+    plain = build(folder, KINDS["cpu"]).generate([[5, 9, 14], [6, 7]], [params] * 2)
+    assert driven.generate([[5, 9, 14], [6, 7]], [params] * 2) == plain
+    drafted, accepted = acceptance(driven)
+    assert drafted == accepted > 10
+
+
+def test_preempted_sequences_and_turns_of_a_session_draft_again(folder: Path) -> None:
+    params = SamplingParams(40, temperature=0.0, ignore_eos=True)
+    prompts = [[5, 9, 14], [6, 10, 15], [7, 11, 16]]
+    plain = build(folder, KINDS["cpu"]).generate(prompts, [params] * 3)
+    driven = build(folder, KINDS["cpu"], speculate=f"model:{folder}", speculate_tokens=3, kv_tokens=80)
+    assert driven.generate(prompts, [params] * 3) == plain
+    assert driven.engine.scheduler.preemptions > 0
+    drafted, accepted = acceptance(driven)
+    assert drafted == accepted > 30
+    assert driven.engine.scheduler.audit() == []
+    driven = build(folder, KINDS["cpu"], speculate=f"model:{folder}", speculate_tokens=3)
+    driven.submit(prompts[0], params, session="talk")
+    driven.run()
+    first = driven.tokens(1)
+    driven.submit([*prompts[0], *first, 4, 4], SamplingParams(12, temperature=0.0, ignore_eos=True), session="talk")
+    driven.run()
+    assert driven.engine.scheduler.memory.num_hit_tokens >= 40
+    drafted, accepted = acceptance(driven)
+    assert drafted == accepted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_tokens_equal_those_without_drafts(kind: str, seed: int, folder: Path, tmp_path: Path) -> None:
+    """With another model as the drafter, for random parameters, grammars and log-probabilities."""
+    write_model(tmp_path, structs.replace(MODEL, attention=MODEL.attention[:1]))
+    found = generate(folder, KINDS[kind], seed, speculate=f"model:{tmp_path}", speculate_tokens=3)
+    assert found.tokens == generate(folder, KINDS[kind], seed).tokens
+    assert any(plan.num_drafts for plan in found.plans)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_model_that_dies_of_nan_costs_acceptance_alone(kind: str, folder: Path) -> None:
+    params = SamplingParams(24, temperature=0.7, seed=3, ignore_eos=True)
+    prompts = [[5, 9, 14], [6, 10, 15, 16, 17, 18, 19]]
+    with KINDS[kind].kernels():
+        plain = build(folder, KINDS[kind]).generate(prompts, [params] * 2)
+        driven = build(folder, KINDS[kind], speculate=f"model:{folder}", speculate_tokens=3)
+        speculator = runtime_of(driven).speculator
+        assert speculator is not None and speculator.model is not None
+        [embedding] = [slot.target for slot in speculator.model.model.weight_slots() if "embed_tokens" in slot.name]
+        embedding[1:] = torch.nan
+        assert driven.generate(prompts, [params] * 2) == plain
+    assert acceptance(driven)[1] == 0
