@@ -42,11 +42,11 @@ class Adapter:
         )
 
 
-def cache_namespace(version: int, salt: str) -> bytes:
-    """Return the namespace of the prefix cache for a version of an adapter, 0 for the base, and a salt.
+def cache_namespace(weights: int, adapter: int, salt: str) -> bytes:
+    """Return the namespace of the prefix cache for versions of weights and adapter and a salt.
 
-    No two pairs give the same one.
+    weights: `WeightVersion.number`; adapter: `Adapter.version`, 0 for the base. No two triples give the same one.
     """
-    if not version and not salt.startswith("\1"):
+    if not weights and not adapter and not salt.startswith("\1"):
         return salt.encode()
-    return f"\1{version}\0{salt}".encode()
+    return f"\1{weights}.{adapter}\0{salt}".encode()

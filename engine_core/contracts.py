@@ -5,7 +5,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -254,6 +254,30 @@ class AdapterLoader(Protocol):
 
     def take_results(self) -> list[LoadResult]:
         """Return the results since the last call, one for each `read` and `place`."""
+
+
+RunningMode = Literal["wait", "abort", "restart", "keep"]
+"""Effect of new weights on running sequences: wait lets them end before; abort ends them in an error, when the change
+begins; restart computes all their tokens again; keep continues with their KV, which they share no more."""
+
+
+class WeightChange(Protocol):
+    """Replacement of the model's weights."""
+
+    running: RunningMode
+    """Effect on running sequences; read when the change is applied."""
+    deadline: float
+    """Time on the loop's clock, in seconds, after which the change is cancelled if it could not be applied."""
+
+    def apply(self) -> str | None:
+        """Replace tensors in their storage, and run the callbacks of those that derive others from them.
+
+        Called by the loop with nothing in flight; it may take long. Return the name of the version of the weights; None
+        if they are incomplete until another change. Raises WeightsError.
+        """
+
+    def finish(self, problem: str) -> None:
+        """Take note that the change is in force, or of the problem that kept it from that."""
 
 
 class DeviceTimes(Struct):

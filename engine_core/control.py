@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from tandem.engine_core.adapter import Adapter
-from tandem.engine_core.contracts import Compiler
+from tandem.engine_core.contracts import Compiler, WeightChange
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.key_limits import KeyLimits
 from tandem.engine_core.kv_cache.sessions import scoped
@@ -23,6 +23,7 @@ from tandem.engine_core.lora.announcements import Announcements
 from tandem.engine_core.scheduler.inspection import inspect
 from tandem.engine_core.scheduler.pause import PauseSwitch
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.sequence import Sequence
 from tandem.engine_core.stats import count_outcome
 from tandem.protocol.codec import ID_BYTES, unpack_floats, unpack_ids
@@ -79,6 +80,7 @@ class Control:
         limits: Limits,
         stats: EngineStats,
         clock: Callable[[], float],
+        weights: WeightSwitch | None = None,
     ) -> None:
         """Keep the parts; `scheduler.adapters` is None on an engine that takes no adapters."""
         self.scheduler = scheduler
@@ -89,6 +91,8 @@ class Control:
         self.stats = stats
         self.clock = clock
         self.pause = PauseSwitch()
+        self.weights = weights or WeightSwitch()
+        scheduler.memory.weights = self.weights.version
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
         """The object used for each identity, regardless of the message that carried it: `Scheduler.commit` compares
@@ -225,6 +229,13 @@ class Control:
             message = "the engine was paused, which ended its open requests (mode abort); try again later"
             self.scheduler.fail_all(ErrorCode.ENGINE_PAUSED, message)
 
+    def begin_change(self, change: WeightChange) -> None:
+        """Make a change of the weights due; it may end the sequences that have begun."""
+        self.weights.begin(change)
+        if change.running == "abort":
+            message = "the weights are being replaced, which ended the requests in progress; try again"
+            self.scheduler.fail_begun(ErrorCode.WEIGHTS_CHANGED, message)
+
     def _submit(self, client: bytes, submit: Submit) -> Failure | None:
         """Accept a request, or return the failure that ends it at once."""
         if not 0 <= submit.request_id < 2**64:
@@ -238,6 +249,11 @@ class Control:
         if self.pause.refuses_new:
             message = "the engine is paused and refuses requests until it is resumed; try again later"
             refusal = Failure(submit.request_id, ErrorCode.ENGINE_PAUSED, message)
+            count_outcome(self.stats, refusal)
+            return refusal
+        if self.weights.problem:
+            message = f"the weights are incomplete: {self.weights.problem}; swap or update them completely"
+            refusal = Failure(submit.request_id, ErrorCode.WEIGHTS_CHANGED, message)
             count_outcome(self.stats, refusal)
             return refusal
         known = self._refused.get(client)

@@ -25,10 +25,11 @@ from tandem.engine_core.scheduler.commit import SchedulerUpdates, masked_tokens
 from tandem.engine_core.scheduler.inspection import copy_gauges
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.timelines import Timelines
+from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start, count_verified
 from tandem.protocol.commands import Goodbye, Submit
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Answer, Failure, Limits, ModelFacts
+from tandem.protocol.events import Answer, Failure, Limits, ModelFacts, WeightFacts
 from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Engine:
         stats: EngineStats,
         stages: StageClock,
         advancer: GrammarAdvancer,
+        publish_weights: Callable[[WeightFacts], None],
     ) -> None:
         self.scheduler = scheduler
         self.pipeline = pipeline
@@ -82,9 +84,11 @@ class Engine:
         self.stats = stats
         self.stages = stages
         self.advancer = advancer
+        self.publish_weights = publish_weights
         self.timelines = Timelines()
         self.stopping = False
         """Set from outside, for example by a signal handler, to end `run`."""
+        self._weight_facts = control.weights.facts
         self._last_step_id = 0
         self._masks: deque[MaskedRows] = deque()
         """Masks of the sampled steps in flight, oldest first."""
@@ -105,16 +109,21 @@ class Engine:
         clock: Callable[[], float],
         stage_clock: Callable[[], float],
         advancer: GrammarAdvancer,
+        weights: WeightSwitch | None = None,
+        publish_weights: Callable[[WeightFacts], None] = lambda _: None,
     ) -> "Engine":
         """Build an engine from the parts that differ between startup, benchmarks and tests.
 
         depth: steps in flight; epoch: epoch that a Hello must carry; clock: seconds, for queues and sessions;
-        stage_clock: seconds, for the time that each stage of the loop takes.
+        stage_clock: seconds, for the time that each stage of the loop takes; weights: None if they cannot change;
+        publish_weights: called with their state when it has changed.
         """
         stats.page_size = limits.page_size
-        control = Control(scheduler, compiler, epoch, model, limits, stats, clock)
+        control = Control(scheduler, compiler, epoch, model, limits, stats, clock, weights)
         stages = StageClock(stats.stage_seconds, stage_clock)
-        return cls(scheduler, PipelineState(depth), runtime, mailbox, control, compiler, stats, stages, advancer)
+        given = runtime, mailbox, control, compiler, stats, stages, advancer, publish_weights
+        given = runtime, mailbox, control, compiler, stats, stages, advancer, publish_weights
+        return cls(scheduler, PipelineState(depth), *given)
 
     def run(self) -> None:
         """Tick until `stopping` is set.
@@ -150,7 +159,7 @@ class Engine:
             # With one slot the oldest step may itself wait for its masks; with two it is committed above in that case.
             self._sample_waiting()
             self._commit_oldest()
-        plan = None if self.control.pause.holds_rows else self._plan()
+        plan = None if self.control.pause.holds_rows or self.control.weights.holds_rows else self._plan()
         if plan is not None and plan.max_lead and self.runtime.needs_exact_positions(plan):
             plan = None  # Commit first, and plan again in the next tick.
         # After planning, so that the next step is staged while workers write the masks.
@@ -163,8 +172,12 @@ class Engine:
             self._send(self.scheduler.take_updates())
         if self.control.pause.needs_report or self.stats.paused:
             self._report_pause()
+        has_changed = self._change_weights()
+        self._report_weights()
+        for client, reply in self.control.weights.take_replies():
+            self.mailbox.reply(client, reply)
         self._update_gauges()
-        return plan is not None or not idle
+        return plan is not None or not idle or has_changed
 
     def _drain(self) -> None:
         """Apply the commands that have arrived, and collect compiled grammars.
@@ -212,7 +225,8 @@ class Engine:
         scheduler.advance(now)
         while True:
             # A grammar may force all tokens of a sequence at its admission. It ends at once, which frees its row.
-            while self.control.pause.mode is None and (admitted := scheduler.admit_waiting()):
+            resumed_only = self.control.weights.change is not None
+            while self.control.pause.mode is None and (admitted := scheduler.admit_waiting(resumed_only)):
                 for seq in admitted:
                     self.timelines.on_admit(seq, now)
                     if not seq.preemptions:
@@ -372,6 +386,33 @@ class Engine:
             self.mailbox.announce()
         for client, answer in pause.take_answers(complete):
             self.mailbox.reply(client, structs.replace(answer, pause_changes=self.stats.pause_changes))
+
+    def _change_weights(self) -> bool:
+        """Apply the change of the weights that is due, or cancel it at its deadline.
+
+        Return True if it has been.
+        """
+        weights, scheduler = self.control.weights, self.scheduler
+        change = weights.change
+        if change is not None and weights.is_due(self.pipeline.in_flight, scheduler.num_begun):
+            self._report_weights()
+            self.runtime.synchronize()
+            if weights.apply():
+                scheduler.change_weights(weights.version, change.running == "keep")
+            elif weights.problem:
+                scheduler.fail_all(ErrorCode.WEIGHTS_CHANGED, f"the weights could not be replaced: {weights.problem}")
+            self._send(scheduler.take_updates())
+        elif change is not None and self.control.clock() > change.deadline:
+            weights.cancel(f"{scheduler.num_begun} requests were still running at the end of the grace period")
+        return change is not None and weights.change is None
+
+    def _report_weights(self) -> None:
+        """Publish the state of the weights if it has changed."""
+        facts = self.control.weights.facts
+        if facts != self._weight_facts:
+            self._weight_facts = facts
+            self.publish_weights(facts)
+            self.mailbox.announce()
 
     def _update_gauges(self) -> None:
         """Update the gauges in the stats, once per tick."""

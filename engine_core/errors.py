@@ -74,6 +74,15 @@ class DeviceMemoryError(EngineError):
     """
 
 
+class WeightsError(EngineError):
+    """The weights could not be replaced."""
+
+    def __init__(self, message: str, *, is_intact: bool) -> None:
+        """is_intact: True if the weights are those before the attempt; False if some of them may be others."""
+        super().__init__(message)
+        self.is_intact = is_intact
+
+
 class FatalError(EngineError):
     """The state of the device is unknown; the process must be replaced.
 

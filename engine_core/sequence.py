@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from tandem.engine_core.adapter import Adapter, cache_namespace
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.plan import PADDING_PAGE
+from tandem.engine_core.weight_version import INITIAL, WeightVersion
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Finished
@@ -24,6 +25,7 @@ class CacheState:
         "awaited_state",
         "cuts",
         "depth",
+        "is_stale",
         "matched",
         "matched_epoch",
         "namespace",
@@ -55,6 +57,8 @@ class CacheState:
     """Number of prompt tokens that were not computed, because their KV was cached."""
     cuts: list[int]
     """Ends of chunks at which a checkpoint of the recurrent state is to be saved, ascending; not the prompt's end."""
+    is_stale: bool
+    """True if the weights have changed since the sequence began to compute its KV: it is not shared from then on."""
     restart: int
     """Position at which a preempted sequence can continue from its own checkpoint; 0: at none."""
     awaited_state: tuple[int, int]
@@ -68,6 +72,7 @@ class CacheState:
         self.start = self.depth = 0
         self.pending_key = self.awaited_key = b""
         self.num_cached_tokens = 0
+        self.is_stale = False
         self.cuts, self.restart, self.awaited_state, self.states_epoch = [], 0, (-1, 0), -1
 
 
@@ -91,7 +96,7 @@ class DeviceState:
 class WireState:
     """Reports that the frontend has received, in addition to the tokens."""
 
-    __slots__ = ("reported_cached", "reported_len")
+    __slots__ = ("reported_cached", "reported_len", "reported_version")
 
     reported_cached: int
     """Number of cached prompt tokens that was reported to the frontend when the sequence started; -1 before."""
@@ -100,8 +105,11 @@ class WireState:
     """Number of positions computed before a preemption: their log-probabilities have been sent and are not sent again.
     """
 
+    reported_version: str
+    """Name of the version of the weights that was reported to the frontend last."""
+
     def __init__(self) -> None:
-        self.reported_cached, self.reported_len = -1, 0
+        self.reported_cached, self.reported_len, self.reported_version = -1, 0, ""
 
 
 class SequenceTimes:
@@ -193,6 +201,7 @@ class Sequence:
         "times",
         "tokens",
         "total_len",
+        "weights",
         "wire",
     )
 
@@ -227,6 +236,8 @@ class Sequence:
     """True if each row of the sequence is one position, with no tokens to upload."""
     adapter: Adapter | None
     """Adapter of the sequence; None: it has none."""
+    weights: WeightVersion
+    """Weights that compute the sequence; while it has no pages, those that will."""
     compiling: bool
     """True while the sequence's grammar is being compiled."""
     queued_at: float
@@ -258,8 +269,8 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.compiling = submit.constraint is not None
         self.adapter = adapter
-        namespace = cache_namespace(0 if adapter is None else adapter.version, submit.cache_salt)
-        self.cache, self.device = CacheState(namespace), DeviceState(len(prompt))
+        self.weights = INITIAL
+        self.cache, self.device = CacheState(self._namespace()), DeviceState(len(prompt))
         self.wire, self.times, self.drafts = WireState(), SequenceTimes(), DraftStats()
         self.in_steady_decode = False
         self.num_scheduled_tokens = self.num_inflight_samples = self.num_inflight_drafts = self.inflight = 0
@@ -292,9 +303,13 @@ class Sequence:
         return self.submit.prompt_logprobs is not None
 
     @property
-    def is_broken(self) -> bool:
-        """True if the model failed: the KV that the sequence computed may hold NaN."""
-        return isinstance(self.outcome, Failure) and self.outcome.code is ErrorCode.MODEL_FAILED
+    def is_unshared(self) -> bool:
+        """True if no other sequence may use the KV that the sequence computed.
+
+        It is of several weights, or may hold NaN, because the model failed.
+        """
+        failed = isinstance(self.outcome, Failure) and self.outcome.code is ErrorCode.MODEL_FAILED
+        return failed or self.cache.is_stale
 
     @property
     def pending(self) -> int:
@@ -315,6 +330,18 @@ class Sequence:
     def finishing(self) -> bool:
         """True if every token that the sequence may have is known or in flight."""
         return self.min_device_len >= self.total_len
+
+    def use_weights(self, weights: WeightVersion) -> None:
+        """Have the sequence, which holds no pages, look for KV of these weights only."""
+        assert not self.pages, f"new weights for a sequence with KV: {self}"
+        if weights is not self.weights or self.cache.is_stale:
+            self.weights = weights
+            found, self.cache = self.cache.num_cached_tokens, CacheState(self._namespace())
+            self.cache.num_cached_tokens = found
+
+    def _namespace(self) -> bytes:
+        adapter = 0 if self.adapter is None else self.adapter.version
+        return cache_namespace(self.weights.number, adapter, self.submit.cache_salt)
 
     def on_launch(self) -> None:
         """Update `in_steady_decode` after a launch.

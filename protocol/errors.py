@@ -24,6 +24,7 @@ class ErrorCode(StrEnum):
     SESSIONS_OFF = "sessions_off"
     SHUTTING_DOWN = "shutting_down"
     ENGINE_PAUSED = "engine_paused"
+    WEIGHTS_CHANGED = "weights_changed"
     ENGINE_UNAVAILABLE = "engine_unavailable"
     ENGINE_FAILED = "engine_failed"
     MODEL_FAILED = "model_failed"

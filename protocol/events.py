@@ -141,12 +141,16 @@ class Started(Struct, frozen=True, array_like=True):
     It is sent before the launch of that step, so a frontend that loses its engine knows which requests may be to blame
     (`Launched` makes up for one that did not leave the engine in time). A second one, before the first token, has the
     final number where more of the prompt was found in the cache meanwhile. A request that is preempted and admitted
-    again is not announced again.
+    again is announced again only if the weights have changed since.
     """
 
     request_id: int
     cached_tokens: int
     """Prompt tokens with KV in the prefix cache."""
+    weight_version: str = ""
+    """Version of the weights that compute the request from now on; "" if they cannot change."""
+    generated: int = 0
+    """Number of output tokens before: those are of the versions announced before."""
 
 
 class StepOutput(Event, frozen=True, array_like=True, tag=2):
@@ -210,6 +214,21 @@ class Phase(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+
+
+WeightState = Literal["ready", "changing", "incomplete"]
+"""State of the weights: ready to compute with; changing, which counts as no stall; incomplete after a change that
+failed half-way, or within an update in parts."""
+
+
+class WeightFacts(Struct, frozen=True, array_like=True):
+    """Weights of an engine that can change them."""
+
+    version: str
+    """Version that outputs report."""
+    state: WeightState
+    problem: str = ""
+    """Reason of a change that failed half-way."""
 
 
 class Answer(Event, frozen=True, array_like=True, tag=4):
@@ -325,6 +344,8 @@ class Heartbeat(Event, frozen=True, array_like=True, tag=3):
     stats: EngineStats
     adapters: AdapterList | None = None
     """The adapters that requests may use; None: the engine takes none."""
+    weights: WeightFacts | None = None
+    """The weights; None: they cannot change."""
 
 
 class Closed(Event, frozen=True, array_like=True, tag=6):

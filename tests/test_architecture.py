@@ -19,6 +19,7 @@ L1 = {
         "config",
         "graph_sizes",
         "adapter",
+        "weight_version",
         "errors",
         "plan",
         "contracts",
@@ -73,6 +74,7 @@ L5_NAMES = (
             "loading_progress",
             "preflight",
             "kv_calibration",
+            "model_weights",
         )
     ),
 )

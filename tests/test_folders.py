@@ -33,7 +33,7 @@ LEVELS = {
         {"__main__"},
     ),
     "engine_core": (
-        {"adapter", "errors", "integers"},
+        {"adapter", "errors", "integers", "weight_version"},
         {"graph_sizes", "kernels", "page_counts", "plan", "quantization", "rope_config"},
         {"attention", "config", "contracts", "loader", "pipeline", "sampling"},
         {"model_config"},

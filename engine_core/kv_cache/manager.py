@@ -29,6 +29,7 @@ from tandem.engine_core.kv_cache.states import StateCache
 from tandem.engine_core.page_counts import held_pages
 from tandem.engine_core.plan import PADDING_PAGE, ScheduledSequence
 from tandem.engine_core.sequence import Sequence
+from tandem.engine_core.weight_version import INITIAL, WeightVersion
 from tandem.protocol.errors import ErrorCode
 
 Leaving = Counter[tuple[int, int]]
@@ -88,6 +89,8 @@ class KVManager:
         """Prompt tokens found in the prefix cache since the start."""
         self.epoch = 0
         """Incremented whenever an admission that was declined might succeed: pages came back, or became shared."""
+        self.weights = INITIAL
+        """Weights that compute the KV of sequences from now on."""
         self._page_size = page_size
         self._max_lead = max_lead
         self.num_groups = len(windows)
@@ -256,7 +259,9 @@ class KVManager:
         a checkpoint as well.
         """
         tree, cache, states = self.tree, seq.cache, self.states
-        if tree is None or seq.needs_prompt_logprobs or (states is not None and cache.states_epoch == states.epoch):
+        if tree is None or cache.is_stale or seq.needs_prompt_logprobs:
+            return
+        if states is not None and cache.states_epoch == states.epoch:
             return
         shared = len(cache.nodes)
         if states is not None:
@@ -364,7 +369,7 @@ class KVManager:
 
     def _on_computed(self, seq: Sequence, row: ScheduledSequence) -> None:
         """Publish the pages that a launched row filled with known tokens, and give up those that it read last."""
-        if self.tree is not None:
+        if self.tree is not None and not seq.cache.is_stale:
             self._release_own(seq, self._publish(seq))
             self._register_pending(seq)
             if row.start < seq.prompt_len <= row.end:
@@ -394,10 +399,10 @@ class KVManager:
     def end_turn(self, seq: Sequence, now: float) -> None:
         """End the session turn of a sequence that has its outcome.
 
-        The KV that the sequence has computed is kept for the next turn, unless the model failed.
+        The KV that the sequence has computed is kept for the next turn, unless no other may use it.
         """
-        path: list[int] | None = [] if seq.is_broken else None
-        if seq.pages and not seq.is_broken:
+        path: list[int] | None = [] if seq.is_unshared else None
+        if seq.pages and not seq.is_unshared:
             self._release_own(seq, self._publish(seq))
             path = seq.cache.nodes
             self._mark(path)
@@ -406,20 +411,20 @@ class KVManager:
     def release(self, seq: Sequence) -> None:
         """Take all pages back from a sequence that no step in flight holds.
 
-        Its full pages stay in the prefix cache until they are evicted; if the model failed, they leave it with the NaN.
+        Its full pages stay in the prefix cache until they are evicted; those that no other may use leave it.
         """
         own: list[int] = []
         if self.tree is not None:
-            own = self._publish(seq) if not seq.is_broken else []
+            own = self._publish(seq) if not seq.is_unshared else []
             if self.states is not None:
                 self.states.on_release(seq)
             self.pending.remove(seq)
-            if not seq.is_broken:
+            if not seq.is_unshared:
                 self._mark(seq.cache.nodes)
             self.tree.unlock(seq.cache.nodes, seq.first_pages)
             if self.tree.num_children(seq.cache.start) > 1:  # Others may start there too, so it is kept longer.
                 self.tree.touch(seq.cache.start)
-            if seq.is_broken:
+            if seq.is_unshared:
                 self.pages.release(CACHE, self.tree.discard(seq.cache.nodes))
         for first, table in self._own_tables(seq):
             own += table[first:]
@@ -428,6 +433,21 @@ class KVManager:
         seq.pages, seq.first_pages, seq.cache.nodes = (), [], []
         seq.device.num_mapped_pages = seq.num_scheduled_tokens = seq.device.uploaded_len = 0
         seq.drafts.model_len = seq.drafts.model_lag = 0
+
+    def change_weights(self, weights: WeightVersion, holders: Iterable[Sequence]) -> None:
+        """Use other weights from now on: nothing that was computed before is shared any more.
+
+        Unused pages leave the prefix cache, and sessions keep none. holders: the sequences with pages, which continue
+        with them and share none from now on.
+        """
+        self.weights = weights
+        for seq in holders:
+            seq.cache.is_stale = True
+            self.pending.remove(seq)
+        self.sessions.release_all()
+        if self.tree is not None:
+            self.pages.release(CACHE, self.tree.evict(self.tree.counts.evictable))
+        self.epoch += 1
 
     def forget(self, seq: Sequence) -> None:
         """Free what a sequence without pages has kept to be continued."""

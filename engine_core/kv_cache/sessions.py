@@ -170,6 +170,12 @@ class Sessions:
                 return True
         return False
 
+    def release_all(self) -> None:
+        """Unpin the nodes of all sessions, which go on without them."""
+        for session in self._known.values():
+            if session.nodes:
+                self._keep(session, [])
+
     def _evict(self, session: Session) -> None:
         self._drop(session)
         self.num_evicted += 1

@@ -159,18 +159,18 @@ class StateCache:
     def on_release(self, seq: Sequence) -> None:
         """Save what a sequence leaves in its row, for the next turn, or for itself if it was preempted.
 
-        No step in flight holds it. If the model failed, the checkpoints of its path may hold NaN and are dropped.
+        No step in flight holds it. If no other may use what it computed, the checkpoints of its path are dropped.
         """
         self._producers.pop(seq.id, None)
         seq.cache.cuts, nodes = [], seq.cache.nodes
         is_loaded = not self._unplan_load(seq)
-        if seq.is_broken:
+        if seq.is_unshared:
             # A sequence that is about to load one finds out by itself.
             for node in [node for node in nodes if not self.slots.is_locked(node)]:
                 self.forget(node)
         if seq.outcome is not None:
             self.drop_restart(seq)
-        if seq.is_broken or not is_loaded:
+        if seq.is_unshared or not is_loaded:
             return  # Without its load, the row has another state than the host counts.
         position = self.covered(seq.num_scheduled_tokens)
         depth = position // self._tree.page_size

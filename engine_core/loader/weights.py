@@ -37,7 +37,7 @@ def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
             shared = slot.name.endswith("g_idx")
             seed = 0 if shared else crc32(f"{slot.name} {slot.start}".encode())
             _fill(slot, scale, torch.Generator(slot.target.device).manual_seed(seed))
-        _finish(slots)
+        finish(slots)
 
 
 def _fill(slot: WeightSlot, scale: float, generator: torch.Generator) -> None:
@@ -89,7 +89,7 @@ def load_weights(
         slots = model.weight_slots()
         check_fit(checkpoint, slots)
         transfer(_needed(checkpoint, slots), checkpoint, progress, threads)
-        _finish(slots)
+        finish(slots)
 
 
 @contextmanager
@@ -111,8 +111,8 @@ def _needed(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[WeightSlot]
     return [slot for slot in present if slot.tied_to is None or slot.tied_to not in names]
 
 
-def _finish(slots: list[WeightSlot]) -> None:
-    """Run the `on_filled` callbacks."""
+def finish(slots: list[WeightSlot]) -> None:
+    """Run the `on_filled` callbacks. Raises ConfigError for tensors that contradict each other."""
     for on_filled in dict.fromkeys(slot.on_filled for slot in slots):
         if on_filled is not None:
             on_filled()

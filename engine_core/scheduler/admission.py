@@ -152,15 +152,17 @@ class Admission:
         """Id of the sequence that the gates declined last, and `KVManager.epoch` then: until that changes they would
         decline it again."""
 
-    def admit(self, waiting: WaitingQueue) -> list[Sequence]:
+    def admit(self, waiting: WaitingQueue, resumed_only: bool = False) -> list[Sequence]:
         """Take sequences out of the queue while every gate accepts them.
 
         Return those taken. One whose adapter is in no slot waits for it without blocking the others, and so does one
-        whose next page is being computed by a running sequence.
+        whose next page is being computed by a running sequence. resumed_only: True to take only preempted ones.
         """
         admitted: list[Sequence] = []
         num_bypassed = 0
         for seq in waiting:
+            if resumed_only and not seq.preemptions:
+                continue
             if self.adapters is not None and seq.adapter is not None and self.adapters.defers(seq.adapter):
                 continue
             if self.memory.waits_for_prefix(seq):

@@ -44,14 +44,16 @@ class SchedulerUpdates(Struct):
         return found
 
     def report_start(self, seq: Sequence) -> None:
-        """Add the start of a sequence.
+        """Add the start of a sequence, or of its continuation under other weights.
 
         Does nothing if it was reported before with the same number of cached tokens, or if the sequence has output.
         """
-        cached = seq.cache.num_cached_tokens
-        if seq.wire.reported_cached < 0 or (seq.wire.reported_cached != cached and not seq.generated):
-            seq.wire.reported_cached = cached
-            self.started.append((seq.client, Started(seq.request_id, cached)))
+        cached, wire, version = seq.cache.num_cached_tokens, seq.wire, seq.weights.name
+        is_changed = wire.reported_version != version or (wire.reported_cached != cached and not seq.generated)
+        if wire.reported_cached < 0 or is_changed:
+            generated = seq.generated if wire.reported_cached >= 0 else 0
+            wire.reported_cached, wire.reported_version = cached, version
+            self.started.append((seq.client, Started(seq.request_id, cached, version, generated)))
 
 
 def append_tokens(

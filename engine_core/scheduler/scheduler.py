@@ -20,6 +20,7 @@ from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import QueuedPrompts, RunningSequences, WaitingQueue, queue_full
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork
 from tandem.engine_core.sequence import Sequence
+from tandem.engine_core.weight_version import WeightVersion
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished
@@ -111,6 +112,7 @@ class Scheduler:
         self._open[seq.client, seq.request_id] = seq
         if self.adapters is not None and seq.adapter is not None:
             self.adapters.open(seq.adapter)
+        seq.use_weights(self.memory.weights)
         self.queued.add(seq)
         if seq.compiling:
             self.compiling[seq.id] = seq
@@ -132,15 +134,16 @@ class Scheduler:
         seq.constraint, seq.compiling = result, False
         self.waiting.push(seq)
 
-    def admit_waiting(self) -> list[Sequence]:
+    def admit_waiting(self, resumed_only: bool = False) -> list[Sequence]:
         """Move sequences from the queue to running while every gate accepts them.
 
         Return those moved, in the order of the queue. The tokens that a grammar forces at the beginning of a sequence
-        are appended at once, which may end it: call again until nothing is moved.
+        are appended at once, which may end it: call again until nothing is moved. resumed_only: True to move only
+        sequences that were preempted.
         """
         if not self.rows.free or (self.running and self.planner.out_of_pages) or (self.limits.static and self._held):
             return []
-        moved = self._admission.admit(self.waiting)
+        moved = self._admission.admit(self.waiting, resumed_only)
         for seq in moved:
             self._held[seq.id] = seq
             self._running.add(seq)
@@ -398,6 +401,20 @@ class Scheduler:
         for seq in list(self._open.values()):
             self.end(seq, Failure(seq.request_id, code, message))
 
+    @property
+    def num_begun(self) -> int:
+        """Number of sequences without an outcome that run, or have run before a preemption."""
+        return len(self._begun())
+
+    def fail_begun(self, code: ErrorCode, message: str) -> None:
+        """End every sequence that runs, or has run before a preemption, in an error."""
+        for seq in self._begun():
+            self.end(seq, Failure(seq.request_id, code, message))
+
+    def _begun(self) -> list[Sequence]:
+        resumed = [seq for seq in self.waiting if seq.preemptions]
+        return [*self.running.values(), *self._preempting, *resumed]
+
     def abandon(self) -> None:
         """Release every ended sequence, in flight or not.
 
@@ -449,8 +466,26 @@ class Scheduler:
             del self._held[seq.id]
             seq.restart()
             seq.leases.close()
+            seq.use_weights(self.memory.weights)
             seq.queued_at = self._now
             self.waiting.push(seq)
+
+    def change_weights(self, version: WeightVersion, keeps_rows: bool) -> None:
+        """Use other weights from now on; no step may be in flight.
+
+        Sequences without pages are computed by them from the beginning. keeps_rows: True to have running sequences
+        continue with their KV; otherwise all their tokens are computed again.
+        """
+        assert all(seq.outcome is None and not seq.inflight for seq in self._held.values()), "a step is in flight"
+        self.memory.change_weights(version, self._held.values())
+        for seq in () if keeps_rows else list(self.running.values()):
+            self.preempt(seq)
+        for seq in [*self.waiting, *self.compiling.values()]:
+            self.memory.forget(seq)
+            seq.use_weights(version)
+        for seq in self.running.values():
+            seq.weights = version
+            self.updates.report_start(seq)
 
     def set_policy(self, policy: Policy) -> None:
         """Change the policy from the next step and the next admission on."""

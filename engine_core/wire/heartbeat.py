@@ -11,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tandem.engine_core.wire.client_keys import ClientKeys
 from tandem.protocol.codec import encode
-from tandem.protocol.events import AdapterList, Heartbeat, Phase
+from tandem.protocol.events import AdapterList, Heartbeat, Phase, WeightFacts
 from tandem.protocol.rate_limited_log import RateLimitedLog
 from tandem.protocol.sockets import Transport, bind_heartbeat
 from tandem.protocol.stats import EngineStats
@@ -67,6 +67,7 @@ class Status:
         self.percent = 0
         self.detail = ""
         self.adapters: AdapterList | None = None
+        self.weights: WeightFacts | None = None
 
     def enter(self, phase: Phase, percent: int = 0, detail: str = "") -> None:
         """Set phase, percent done and detail.
@@ -81,7 +82,7 @@ class Status:
         """Build the heartbeat of this moment."""
         stats = self.stats
         pending = stats.running + stats.waiting
-        return Heartbeat(self.epoch, self.phase, self.percent, self.detail, pending, stats, self.adapters)
+        return Heartbeat(self.epoch, self.phase, self.percent, self.detail, pending, stats, self.adapters, self.weights)
 
 
 class HeartbeatPublisher:

@@ -19,6 +19,7 @@ from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint
 from tests.fakes.frontend_child import FakeFrontendChild
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.runtime import FakeRuntime
+from tests.fakes.weight_change import FakeWeightChange
 
 PAIRS: list[tuple[type, type]] = [
     (FakeRuntime, contracts.Runtime),
@@ -33,6 +34,7 @@ PAIRS: list[tuple[type, type]] = [
     (GrammarCompiler, contracts.Compiler),
     (FakeAdapterLoader, contracts.AdapterLoader),
     (ThreadedLoader, contracts.AdapterLoader),
+    (FakeWeightChange, contracts.WeightChange),
     (FakeFrontendChild, Child),
     (FrontendChild, Child),
 ]

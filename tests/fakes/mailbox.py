@@ -26,6 +26,8 @@ class FakeMailbox:
         self.times: dict[tuple[bytes, int], list[SequenceTimes]] = defaultdict(list)
         self.cached: dict[tuple[bytes, int], int] = {}
         """Cached tokens of each request that was announced."""
+        self.starts: dict[tuple[bytes, int], list[Started]] = defaultdict(list)
+        """All announcements of each request."""
         self.announced: set[tuple[bytes, int]] = set()
         """Requests whose announcement was flushed."""
         self.gone: set[bytes] = set()
@@ -74,7 +76,10 @@ class FakeMailbox:
         self._pending.add(client)
 
     def add_start(self, client: bytes, started: Started) -> None:
-        assert not self.received.get((client, started.request_id)), f"{started} comes after the first token"
+        known = len(self.received.get((client, started.request_id), ()))
+        assert known <= started.generated or not known, f"{started} comes after {known} tokens"
+        assert not known or started.weight_version, f"{started} comes after the first token"
+        self.starts[client, started.request_id].append(started)
         self.cached[client, started.request_id] = started.cached_tokens
         self._pending.add(client)
 

@@ -61,12 +61,13 @@ def reference(
     end_ids: frozenset[int],
     min_tokens: int = 0,
     constraint: ReferenceConstraint | None = None,
+    weights: int = 0,
 ) -> list[int]:
     """Return what a sequence must yield: one token after the other, nothing batched, nothing in flight.
 
-    A constraint that rejects its token ends it.
+    A constraint that rejects its token ends it. weights: as in `FakeRuntime`.
     """
-    state = 0
+    state = weights
     for token in prompt:
         state = fold(state, token)
     tokens: list[int] = []

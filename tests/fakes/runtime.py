@@ -43,6 +43,8 @@ class FakeRuntime:
         states: of recurrent layers, None if the model has none.
         """
         self.recurrent = states
+        self.weights = 0
+        """State before the first token: other weights give other answers."""
         self.page_size = page_size
         self.windows = windows
         self.rings = [window and -(-(window + chunk) // page_size) + 2 for window in windows]
@@ -89,6 +91,14 @@ class FakeRuntime:
 
         self.time_of: Callable[[StepPlan], float] = lambda _: 0.0
         """Function that returns the milliseconds of a step; 0 if it was not timed."""
+
+    def replace_weights(self, weights: int) -> None:
+        """Use other weights, and forget all KV: whoever reads some from before fails."""
+        assert not self.launched and not self.results, "a step is in flight"
+        self.weights = weights
+        self.pool = [None] * len(self.pool)
+        if self.recurrent is not None:
+            self.recurrent.forget()
 
     def needs_exact_positions(self, plan: StepPlan) -> bool:
         return plan.max_lead > 0 and plan.step_id % 7 == 0
@@ -230,7 +240,9 @@ class FakeRuntime:
     def _compute(self, row: ScheduledSequence, first: int, end: int) -> list[int]:
         """Compute positions of a row; return the state at each position below `end`."""
         known = self.tokens[row.row]
-        states = list(itertools.accumulate([known[position] for position in range(end)], fold, initial=0))[1:]
+        states = list(itertools.accumulate([known[position] for position in range(end)], fold, initial=self.weights))[
+            1:
+        ]
         for group, window in enumerate(self.windows):
             for position in range(first, end):
                 slot = self._slot(row, position, group)
@@ -260,7 +272,7 @@ class FakeRuntime:
     def _following(self, row: ScheduledSequence, count: int) -> list[int]:
         """Return the tokens that a row gets next."""
         known, length = self.tokens[row.row], self.lengths[row.row]
-        state = 0
+        state = self.weights
         for position in range(length):
             state = fold(state, known[position])
         found: list[int] = []

@@ -46,6 +46,11 @@ class FakeStates:
         position = (end - 1) // self.interval * self.interval
         self.bases[row] = (position, folds[position - 1]) if position else None
 
+    def forget(self) -> None:
+        """Erase all rows and slots."""
+        self.rows, self.bases = [None] * len(self.rows), [None] * len(self.bases)
+        self.slots = [None] * len(self.slots)
+
     def free(self, slot: int) -> None:
         """Erase a slot."""
         self.slots[slot] = None

@@ -27,6 +27,7 @@ Closed 6: message
 Failure: request_id code message retry_after
 Finished: request_id reason stop_token_id
 Heartbeat 3: engine_epoch phase percent detail pending stats
+WeightFacts: version state problem
 AdapterFacts: name path version
 AdapterList: changes adapters
 InspectedSequence: client request_id state row prompt_len generated launched pages shared_pages cached_tokens

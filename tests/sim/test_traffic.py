@@ -52,7 +52,7 @@ SHAPES = {
 CUT_SHORT = {FinishReason.ABORT, *ErrorCode}
 CUT_SHORT -= {ErrorCode.INVALID_GRAMMAR, ErrorCode.GRAMMAR_FAILED}
 """Outcomes that the reference does not predict."""
-DISTURBED = ("pauses", "overloaded")
+DISTURBED = ("pauses", "overloaded", "swaps")
 SHARING = ("hit", "evicted", "cache hits reported", "preemptions")
 STATES = ("states saved", "states loaded", "states evicted")
 EXPECTED = {

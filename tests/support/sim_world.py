@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from tandem.engine_core.contracts import MaskedRows, StepResult
+from tandem.engine_core.contracts import MaskedRows, RunningMode, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.graph_sizes import DRAFT_SIZES, draft_sizes
 from tandem.engine_core.kv_cache.manager import KVManager
@@ -34,6 +34,7 @@ from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
 from tests.fakes.states import FakeStates
+from tests.fakes.weight_change import FakeWeightChange
 from tests.support.kv_pool import end_sessions, occupy
 from tests.support.sim_traffic import CLIENTS, LONGEST, Shape, Traffic
 
@@ -125,6 +126,7 @@ class World:
     def __init__(self, seed: int, shape: Shape) -> None:
         self.rng = rng = random.Random(seed)
         self.operators = random.Random(f"operators of {seed}")
+        self.swaps = random.Random(f"swaps of {seed}")
         self.shape = shape
         self.clock = FakeClock()
         choices = random.Random(f"advancer of {seed}")
@@ -136,7 +138,7 @@ class World:
         self.aborted: set[tuple[bytes, int]] = set()
         self.forgotten: set[bytes] = set()
         """Frontends whose connection ended at some time, other than by vanishing."""
-        self.pauses = 0
+        self.pauses = self.num_swaps = 0
         self.ticks = self.launches = self.overlaps = self.forced = 0
         self.mailbox.on_drain = self._before_tick
         self.mailbox.on_flush = self.check
@@ -276,7 +278,10 @@ class World:
     def _check_sleep(self) -> None:
         """Check that a loop that falls asleep has nothing to do: every open request waits for a grammar, or is held."""
         assert not self.pipeline.in_flight
-        pause = self.engine.control.pause
+        pause, weights = self.engine.control.pause, self.engine.control.weights
+        if weights.change is not None and pause.mode is None:
+            assert weights.change.running == "wait" and self.scheduler.num_begun
+            return
         if pause.mode is not None:
             assert self.engine.stats.paused
             assert pause.holds_rows or not self.scheduler.running
@@ -312,6 +317,21 @@ class World:
             self.mailbox.inbox.append((self._operator(), Pause(4, mode, rng.random() < 0.3)))
         elif self.engine.control.pause.mode is not None and rng.random() < 0.2:
             self.mailbox.inbox.append((self._operator(), Resume(5)))
+        if self.engine.control.weights.change is None and self.swaps.random() < 0.03:
+            self._swap()
+
+    def _swap(self) -> None:
+        """Have the weights replaced by equal ones, and all KV erased, once nothing is in flight."""
+        mode: RunningMode = self.swaps.choice(("wait", "abort", "restart", "restart"))
+
+        def replace() -> str:
+            assert not self.pipeline.in_flight
+            self.runtime.replace_weights(0)
+            self.num_swaps += 1
+            return str(self.num_swaps)
+
+        deadline = self.clock.now + self.swaps.choice([0.5, 1e9])
+        self.engine.control.begin_change(FakeWeightChange(mode, replace, deadline))
 
     def _part(self, client: bytes) -> None:
         """End the connection of a frontend as a Goodbye or its lease does; sometimes it says Hello again."""
@@ -338,6 +358,7 @@ class World:
         hits = {key for key, cached in self.mailbox.cached.items() if cached}
         return {
             "pauses": self.pauses,
+            "swaps": self.num_swaps,
             "overloaded": len([o for o in outcomes if isinstance(o, Failure) and o.code is ErrorCode.OVERLOADED]),
             "hit": self.memory.num_hit_tokens,
             "evicted": self.memory.usage.num_evicted,

@@ -43,6 +43,7 @@ class GroupedLinear(QuantizedLinear):
         self.source: GroupedLinear | None = None
         """The layer whose gated output is this layer's input; None: there is none whose outputs can be sorted."""
         self._gated_order: Tensor | None = None
+        self._is_filled = False
 
     @abstractmethod
     def sort_inputs(self, order: Tensor) -> None:
@@ -153,12 +154,19 @@ class GroupedLinear(QuantizedLinear):
                 f"{name}: g_idx must put {self.group_size} inputs into each of {self.scales.shape[1]} groups, but its "
                 f"values are from {int(first.min())} to {int(first.max())} with up to {int(sizes.max())} inputs each"
             )
-        if torch.equal(order, torch.arange(len(order), device=order.device)):
+        is_usual = torch.equal(order, torch.arange(len(order), device=order.device))
+        held = self.order if self.source is None else self.source.gated_order
+        if held is None and self._is_filled and not is_usual:
+            raise ConfigError(f"{name}: g_idx has an order, that of the weights before had none; restart")
+        self._is_filled = True
+        if held is None and is_usual:
             return
-        if self.source is None:
+        if self.source is not None:
+            self.source.sort_gated(order)
+        elif held is None:
             self.order = order.int()
         else:
-            self.source.sort_gated(order)
+            held.copy_(order)  # CUDA graphs may hold it.
         self.sort_inputs(order)
 
     def sort_gated(self, order: Tensor) -> None:
@@ -166,7 +174,10 @@ class GroupedLinear(QuantizedLinear):
 
         order: output indices within either half, [outputs / 2] int64.
         """
-        self._gated_order = order
+        if self._gated_order is None:
+            self._gated_order = order
+        else:
+            self._gated_order.copy_(order)
         rows = torch.cat((order, order + len(order)))
         for part in (*self.output_tables(), self.bias):
             if part is not None:

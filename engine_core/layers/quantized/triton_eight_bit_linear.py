@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
@@ -84,7 +85,10 @@ class TritonEightBitLinear(EightBitLinear):
         return [slot if slot.on_filled else replace(slot, on_filled=self.find_wide_scales) for slot in slots]
 
     def find_wide_scales(self) -> None:
-        """Determine whether a library matmul can use the scales, once they are loaded."""
+        """Determine whether a library matmul can use the scales, once they are loaded.
+
+        Raises ConfigError if it cannot any more, after other weights.
+        """
         found: Tensor | None = None
         if self.scheme.block is not None:
             found = self.scales[:: 128 // SCALE_ROWS].contiguous()
@@ -92,7 +96,13 @@ class TritonEightBitLinear(EightBitLinear):
         elif self.scheme.has_input_scale:
             found = self.scales[:1]
             spread = found.expand_as(self.scales)
-        self.wide_scales = found if found is not None and torch.equal(spread, self.scales) else None
+        if found is None or not torch.equal(spread, self.scales):
+            if self.wide_scales is not None:
+                raise ConfigError("the scales need another matmul than those before, which CUDA graphs hold; restart")
+        elif self.wide_scales is None:
+            self.wide_scales = found
+        else:
+            self.wide_scales.copy_(found)  # CUDA graphs may hold it.
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Implement `QuantizedLinear.dequantized` in one launch."""

@@ -272,6 +272,7 @@ def test_random_traffic_never_shares_a_slot_or_loses_one() -> None:
 
 def test_namespaces_of_the_cache_are_all_different() -> None:
     salts = ("", "x", "1", "\0", "\0k\0x", "\1", "\0011\0x", "\0012\0")
-    found = {cache_namespace(version, salt) for version in (0, 1, 2, 11) for salt in salts}
-    assert len(found) == 4 * len(salts)
-    assert cache_namespace(0, "x") == b"x"
+    versions = (0, 1, 2, 11)
+    found = {cache_namespace(w, version, salt) for w in versions for version in versions for salt in salts}
+    assert len(found) == 16 * len(salts)
+    assert cache_namespace(0, 0, "x") == b"x"

@@ -1,0 +1,83 @@
+"""The change of the weights that is due, and what it holds up until then."""
+
+from tandem.engine_core.contracts import WeightChange
+from tandem.engine_core.errors import WeightsError
+from tandem.engine_core.weight_version import WeightVersion
+from tandem.protocol.events import AnyEvent, WeightFacts, WeightState
+
+
+class WeightSwitch:
+    """State of the weights, and the change that waits for the steps in flight.
+
+    Life of a change: `begin` -> the loop drains, as `WeightChange.running` says -> `apply`. Or it is cancelled before,
+    by `cancel` or at its deadline.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        """Start with complete weights. name: of their version."""
+        self.version = WeightVersion(0, name)
+        self.is_complete = True
+        """False if some tensors may be of other weights than the rest: nothing may be computed."""
+        self.problem = ""
+        """Reason of a change that failed half-way, until another one completes the weights."""
+        self.change: WeightChange | None = None
+        """Change that is due; None: none is."""
+        self._replies: list[tuple[bytes, AnyEvent]] = []
+
+    @property
+    def holds_rows(self) -> bool:
+        """True if no step may be launched."""
+        return not self.is_complete or (self.change is not None and self.change.running != "wait")
+
+    @property
+    def facts(self) -> WeightFacts:
+        """The state of the weights, for frontends."""
+        state: WeightState = "ready" if self.is_complete else "incomplete"
+        if self.change is not None:
+            state = "changing"
+        return WeightFacts(self.version.name, state, self.problem)
+
+    def begin(self, change: WeightChange) -> None:
+        """Make a change due; none may be."""
+        assert self.change is None, f"{change} while {self.change} is due"
+        self.change = change
+
+    def is_due(self, in_flight: int, num_begun: int) -> bool:
+        """Return whether the change can be applied now.
+
+        in_flight: number of steps; num_begun: number of sequences that run or have run.
+        """
+        return self.change is not None and not in_flight and (self.change.running != "wait" or not num_begun)
+
+    def apply(self) -> bool:
+        """Apply the change that is due, with nothing in flight; return whether other weights are in force now."""
+        change, self.change = self.change, None
+        assert change is not None, "no change is due"
+        try:
+            name = change.apply()
+        except WeightsError as error:
+            if not error.is_intact:
+                self.is_complete, self.problem = False, str(error)
+            change.finish(str(error))
+            return False
+        self.is_complete = name is not None
+        if name is not None:
+            self.version, self.problem = WeightVersion(self.version.number + 1, name), ""
+        change.finish("")
+        return name is not None
+
+    def reply(self, client: bytes, event: AnyEvent) -> None:
+        """Send an event to a frontend at the end of the tick."""
+        self._replies.append((client, event))
+
+    def take_replies(self) -> list[tuple[bytes, AnyEvent]]:
+        """Return the replies since the last call, each with its frontend."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def cancel(self, problem: str) -> bool:
+        """Drop the change that is due; return whether there was one. problem: the reason."""
+        change, self.change = self.change, None
+        if change is not None:
+            change.finish(problem)
+        return change is not None

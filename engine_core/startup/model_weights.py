@@ -1,0 +1,72 @@
+"""Replacement of a running model's weights, in the storage that captured graphs read."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from tandem.engine_core.errors import ConfigError, WeightsError
+from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.weights import finish, load_weights
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import Model, open_checkpoint
+from tandem.engine_core.startup.kv_calibration import calibrate_kv_scales
+
+logger = logging.getLogger(__name__)
+
+
+class ModelWeights:
+    """The weights of a model that has been built and filled."""
+
+    def __init__(self, model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -> None:
+        """Keep the model. layout: of the KV pool; dtype: of the model; max_len: maximum positions of a sequence."""
+        self.model = model
+        self.layout = layout
+        self.dtype = dtype
+        self.max_len = max_len
+
+    def slots(self) -> list[WeightSlot]:
+        """Return the slots of a new filling.
+
+        Some are of temporary tensors, so `finish` needs the same list. KV scales are unknown until they are filled.
+        """
+        self.model.kv_scales.values.zero_()
+        return self.model.weight_slots()
+
+    def finish(self, slots: list[WeightSlot]) -> None:
+        """Run the callbacks of filled slots, and calibrate KV scales that were not filled. Raises ConfigError."""
+        with torch.inference_mode():
+            finish(slots)
+        calibrate_kv_scales(self.model, self.layout, self.dtype, self.max_len)
+
+    def load(self, directory: Path, config: ModelConfig) -> None:
+        """Replace the weights by those of a checkpoint.
+
+        config: of the checkpoint. Raises ConfigError; then some weights may be other ones.
+        """
+        checkpoint = open_checkpoint(directory, config)
+        with torch.inference_mode():
+            self.model.kv_scales.values.zero_()
+        load_weights(self.model, checkpoint)
+        calibrate_kv_scales(self.model, self.layout, self.dtype, self.max_len)
+
+    def swap(self, directory: Path, active: Path | None, config: ModelConfig) -> None:
+        """Replace the weights by those of a checkpoint, or load those of the active one again if that fails.
+
+        active: folder of the weights so far; None: they are in no folder. Raises WeightsError.
+        """
+        try:
+            self.load(directory, config)
+        except (ConfigError, RuntimeError, OSError) as error:
+            logger.error("%s could not be loaded: %s", directory, error)
+            is_intact = active is not None and self._reload(active, config)
+            raise WeightsError(f"{directory} could not be loaded: {error}", is_intact=is_intact) from error
+
+    def _reload(self, active: Path, config: ModelConfig) -> bool:
+        try:
+            self.load(active, config)
+        except (ConfigError, RuntimeError, OSError) as error:
+            logger.error("%s could not be loaded again either: %s", active, error)
+            return False
+        return True
