@@ -108,6 +108,10 @@ class RadixTree:
         """Return the number of locks on a node's pages of a class."""
         return self.classes[kind].locks[node]
 
+    def parent(self, node: int) -> int:
+        """Return the node right before a node, `ROOT` for that of a first page."""
+        return self._parent[node]
+
     def num_children(self, node: int) -> int:
         """Return the number of nodes right behind a node."""
         return self._num_children[node]

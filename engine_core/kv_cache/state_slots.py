@@ -1,6 +1,7 @@
 """Slots of checkpoints, and which one is given up for another."""
 
 from collections import Counter
+from collections.abc import Callable
 
 
 class StateSlots:
@@ -10,11 +11,17 @@ class StateSlots:
     copy is given up that is least worth keeping, by GreedyDual (Young, 1994): each copy has a priority, set when it is
     made or used to its cost plus the priority of the copy that was given up last, and the lowest goes first. All
     copies take equally many bytes. So a copy stays the longer, the more tokens it saves and the later it was used.
+
+    The cost of a copy grows when the copy before it on its path is given up. It is renewed when the copy is used, and
+    when it would be given up: no others are needed to choose.
     """
 
     def __init__(self, total: int) -> None:
         """Start with all slots free."""
         self.total = total
+        self.cost_of: Callable[[int, int], int] | None = None
+        """Function that returns the present cost of an owner's copy, given the one that it had last; None: costs do not
+        change."""
         self.num_evicted = 0
         """Number of copies given up for others since the start."""
         self._free = list(range(total - 1, -1, -1))
@@ -59,6 +66,8 @@ class StateSlots:
 
     def touch(self, owner: int) -> None:
         """Note the use of an owner's copy."""
+        if self.cost_of is not None:
+            self._costs[owner] = self.cost_of(owner, self._costs[owner])
         self._priorities[owner] = self._floor + self._costs[owner]
 
     def lock(self, owner: int) -> int:
@@ -95,10 +104,21 @@ class StateSlots:
         if not unlocked:
             return False
         victim = min(unlocked, key=self._priorities.__getitem__)
+        while self._has_grown(victim):
+            victim = min(unlocked, key=self._priorities.__getitem__)
         self._floor = self._priorities[victim]
         self.release(victim)
         self.num_evicted += 1
         return True
+
+    def _has_grown(self, owner: int) -> bool:
+        """Renew the cost of an owner's copy; return whether it was too low."""
+        before = self._costs[owner]
+        cost = before if self.cost_of is None else self.cost_of(owner, before)
+        if cost > before:
+            self._costs[owner] = cost
+            self._priorities[owner] += cost - before
+        return cost > before
 
     def audit(self, planned: Counter[int]) -> list[str]:
         """Return the inconsistencies of slots and locks, one line each. planned: copies from each slot."""

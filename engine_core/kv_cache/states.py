@@ -27,7 +27,7 @@ from collections.abc import Sequence as Items
 
 from msgspec import structs
 
-from tandem.engine_core.kv_cache.radix import RadixTree
+from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.kv_cache.state_slots import StateSlots
 from tandem.engine_core.plan import ScheduledSequence, StateCopy, StepPlan
 from tandem.engine_core.sequence import Sequence
@@ -61,6 +61,7 @@ class StateCache:
         self._producers: dict[int, Sequence] = {}
         """Running sequences that will save checkpoints of their prompts, by id."""
         tree.on_lost = self.forget
+        slots.cost_of = self._cost
 
     def covered(self, length: int) -> int:
         """Return the position of the state that can be saved from a row of this many tokens."""
@@ -196,11 +197,22 @@ class StateCache:
         if node in self.slots:
             self.slots.touch(node)
             return
-        cost = (depth - self.reach(nodes[: depth - 1])) * self._tree.page_size
-        slot = self.slots.acquire(node, cost)
+        slot = self.slots.acquire(node, self._cost(node, 0))
         if slot is not None:
             self._saves[slot] = StateCopy(seq.row, slot, position)
             self.epoch += 1
+
+    def _cost(self, owner: int, known: int) -> int:
+        """Return the number of tokens from the last checkpoint before an owner's, which would be computed without it.
+
+        known: its cost so far, which does not change for a private checkpoint.
+        """
+        if owner < 0:
+            return known
+        count, node = 1, self._tree.parent(owner)
+        while node != ROOT and node not in self.slots:
+            count, node = count + 1, self._tree.parent(node)
+        return count * self._tree.page_size
 
     def forget(self, node: int) -> None:
         """Drop the checkpoint of a node, if it has one."""

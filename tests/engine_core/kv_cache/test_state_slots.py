@@ -63,3 +63,17 @@ def test_slots_are_never_lost(total: int, moves: list[tuple[int, int, int]]) -> 
             locks[slots.slot(owner)] -= 1
         assert slots.audit(+locks) == []
         assert slots.used <= total
+
+
+def test_a_copy_whose_cost_has_grown_is_kept() -> None:
+    slots, costs = StateSlots(2), {1: 50, 2: 100, 3: 80}
+    for owner in (1, 2):
+        slots.acquire(owner, costs[owner])
+    costs[1] = 150
+    slots.cost_of = lambda owner, _: costs[owner]
+    slots.acquire(3, costs[3])
+    assert sorted(slots.owners) == [1, 3]
+    costs[1] = 10
+    slots.touch(1)
+    slots.acquire(2, costs[2])
+    assert sorted(slots.owners) == [2, 3], "a lower cost counts from the next use on"

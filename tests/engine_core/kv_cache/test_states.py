@@ -84,9 +84,9 @@ def test_a_slot_is_locked_until_its_load_is_launched() -> None:
     follower = request(2, 10, 90, max_tokens=20)
     added(found, follower)
     slots = states(found).slots
-    assert slots.acquire(999, 10**6) is None
+    assert slots.acquire(-999, 10**6) is None
     commit(found, launched(found, 5), [5])
-    assert slots.acquire(999, 10**6) is not None
+    assert slots.acquire(-999, 10**6) is not None
 
 
 def test_a_prompt_is_cut_where_pages_match_further_than_checkpoints() -> None:
@@ -259,3 +259,17 @@ def test_without_slots_every_prompt_is_computed_whole() -> None:
         seq = request(number, 10, 100)
         run(found, seq, first_step=100 * number)
         assert seq.cache.num_cached_tokens == 0
+
+
+def test_a_long_conversation_keeps_a_late_checkpoint_between_single_requests() -> None:
+    """When those before it are given up, it saves all tokens, not only those of the last turn."""
+    found, step, computed = scheduler(slots=8, pages=1500), 1, []
+    for turn in range(1, 25):
+        talk = request(100 * turn, 10, 64 * turn)
+        step = run(found, talk, first_step=step)
+        computed.append(talk.prompt_len - talk.cache.num_cached_tokens)
+        singles = [request(100 * turn + number, 10_000 * turn + 1000 * number, 200) for number in range(1, 7)]
+        for single in singles:
+            step = run(found, single, first_step=step)
+    assert max(computed[8:]) <= 2 * 64 + 16
+    assert found.audit() == []
