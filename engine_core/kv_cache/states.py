@@ -90,7 +90,7 @@ class StateCache:
             self.drop_restart(seq)
         cache.cuts = self._cuts(seq, depth * size, len(path) * size)
         cache.states_epoch, cache.awaited_state = self.epoch, (-1, 0)
-        if depth * size < seq.prompt_len:
+        if self.slots.total and depth * size < seq.prompt_len:
             self._producers[seq.id] = seq
 
     def _cuts(self, seq: Sequence, start: int, matched: int) -> list[int]:
@@ -99,7 +99,7 @@ class StateCache:
         start: position at which it begins; matched: position at which its cached pages end.
         """
         length, grid = len(seq.tokens), self._grid
-        if not grid:
+        if not grid or not self.slots.total:
             return []
         last, cuts = self.covered(length), set()
         if start < matched < last:

@@ -273,3 +273,13 @@ def test_a_long_conversation_keeps_a_late_checkpoint_between_single_requests() -
             step = run(found, single, first_step=step)
     assert max(computed[8:]) <= 2 * 64 + 16
     assert found.audit() == []
+
+
+def test_without_slots_equal_prompts_do_not_wait_and_are_not_cut() -> None:
+    """No checkpoint will ever be saved for the second."""
+    found = scheduler(slots=0)
+    assert [plan.rows[-1].end for plan in chunks(found, request(1, 10, 392))] == [392]
+    pair = [request(number, 900, 392) for number in (2, 3)]
+    added(found, *pair)
+    assert [seq.row > 0 for seq in pair] == [True, True]
+    assert found.audit() == []
