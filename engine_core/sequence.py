@@ -64,7 +64,7 @@ class CacheState:
     awaited_state: tuple[int, int]
     """Id of a running sequence, and position of its checkpoint, that the sequence waits for in the queue."""
     states_epoch: int
-    """`StateCache.epoch` when a running prompt looked for a checkpoint last."""
+    """`StateCache.epoch` when the sequence looked for a checkpoint last."""
 
     def __init__(self, namespace: bytes) -> None:
         self.namespace = namespace

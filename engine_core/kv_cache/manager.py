@@ -184,15 +184,14 @@ class KVManager:
 
     def _waits_for_state(self, seq: Sequence, states: StateCache) -> bool:
         """Return whether a waiting sequence could begin later in its prompt with a checkpoint that is expected."""
-        if seq.needs_prompt_logprobs:
+        cache = seq.cache
+        if not states.are_expected or seq.needs_prompt_logprobs:
             return False
-        if states.blocks(seq):
+        if cache.states_epoch == states.epoch and states.blocks(seq):
             return True
-        position = states.find_awaited(seq, self._max_cached_pages(seq) * self._page_size)
-        if position and states.start(seq, self._walk(seq)) * self._page_size >= position:
-            seq.cache.awaited_state = (-1, 0)
-            return False
-        return position > 0
+        cache.states_epoch = states.epoch
+        start = states.start(seq, self._walk(seq)) * self._page_size
+        return states.find_awaited(seq, start, self._max_cached_pages(seq) * self._page_size)
 
     def follows(self, seq: Sequence) -> bool:
         """Return whether a waiting sequence waits for what a running one computes, as found last."""

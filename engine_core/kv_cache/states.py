@@ -63,6 +63,11 @@ class StateCache:
         tree.on_lost = self.forget
         slots.cost_of = self._cost
 
+    @property
+    def are_expected(self) -> bool:
+        """True if running sequences will save checkpoints of their prompts."""
+        return bool(self._producers)
+
     def covered(self, length: int) -> int:
         """Return the position of the state that can be saved from a row of this many tokens."""
         return (length - 1) // self._interval * self._interval if length else 0
@@ -234,20 +239,23 @@ class StateCache:
             and position in self._expected(producer)
         )
 
-    def find_awaited(self, seq: Sequence, limit: int) -> int:
-        """Note the last checkpoint that a waiting sequence could begin with and a running one will save.
+    def find_awaited(self, seq: Sequence, start: int, limit: int) -> bool:
+        """Look for the last checkpoint that a waiting sequence could begin with and a running one will save.
 
-        Only running sequences of at least its priority count. limit: largest position at which the sequence can begin.
-        Return the position of the checkpoint, 0 if there is none.
+        Only running sequences of at least its priority count, and of these only the ones that have got as far as
+        `start`: it would reach the checkpoints of the others earlier by itself. start: position at which the sequence
+        can begin now; limit: largest position at which it can begin. Return whether there is one.
         """
-        seq.cache.awaited_state, found = (-1, 0), 0
+        seq.cache.awaited_state, found = (-1, 0), start
         for producer in self._producers.values():
             if producer.priority < seq.priority or producer.cache.namespace != seq.cache.namespace or producer.outcome:
+                continue
+            if producer.num_scheduled_tokens < start:
                 continue
             for position in self._expected(producer):
                 if found < position <= limit and _share(seq, producer, position, self._interval):
                     seq.cache.awaited_state, found = (producer.id, position), position
-        return found
+        return found > start
 
     def _expected(self, producer: Sequence) -> list[int]:
         """Return the positions of the checkpoints that a running prompt will save."""

@@ -283,3 +283,34 @@ def test_without_slots_equal_prompts_do_not_wait_and_are_not_cut() -> None:
     added(found, *pair)
     assert [seq.row > 0 for seq in pair] == [True, True]
     assert found.audit() == []
+
+
+def test_a_prompt_does_not_wait_for_one_that_has_more_to_compute() -> None:
+    """A prompt with log-probabilities is computed from its first token on, whatever the cache holds."""
+    found = scheduler(step=128, chunk=128)
+    run(found, request(1, 10, 300))
+    first = submitted(2, range(10, 410), SamplingParams(2), prompt_logprobs=0)
+    second, third = request(3, 10, 400), request(4, 10, 400)
+    added(found, first)
+    assert first.num_scheduled_tokens == 0
+    added(found, second)
+    assert second.num_scheduled_tokens == 288, "it has 112 tokens to compute, the first one 400"
+    added(found, third)
+    assert third.row == -1, "it waits for the second, which has got as far as it could begin"
+    assert third.cache.awaited_state == (3, 384)
+
+
+def test_a_prompt_that_waits_begins_at_a_checkpoint_that_leaves_it_less_to_compute() -> None:
+    found = scheduler(step=64, chunk=64, policy="priority")
+    first, second, other = request(1, 10, 2000), request(2, 10, 2000), request(3, 10, 300, 5000, 1, priority=4)
+    added(found, first)
+    launched(found, 1)
+    added(found, second, other)
+    assert (second.row, first.num_scheduled_tokens) == (-1, 64)
+    step = 2
+    while other.num_scheduled_tokens < 300:
+        launched(found, step)
+        step += 1
+    found.admit_waiting()
+    assert second.num_scheduled_tokens == 288 > first.num_scheduled_tokens
+    assert found.audit() == []
