@@ -54,14 +54,20 @@ class RowDemand(Struct, frozen=True):
     starts: Sequence[int] = ()
     """First position that each row could compute; only with a grid."""
     grid: int = 0
-    """A row that does not compute all it could ends at a multiple of this, if it reaches one; 0: anywhere."""
+    """A row that does not compute all it could ends at a multiple of this if that costs it at most a quarter of its
+    positions; 0: anywhere."""
 
     def aligned(self, index: int, length: int) -> int:
-        """Return the positions of a row that may compute `length`, with its end on the grid."""
+        """Return the positions of a row that may compute `length`, with its end on the grid.
+
+        They are `length` if less than three quarters of it would be left: an end off the grid costs the kernels part of
+        a piece, but steps with room for 63 or 127 positions would compute only half of them.
+        """
         if not self.grid or length >= self.pending[index]:
             return length
         start = self.starts[index]
-        return max((start + length) // self.grid * self.grid - start, 0) or length
+        aligned = (start + length) // self.grid * self.grid - start
+        return aligned if 4 * aligned >= 3 * length else length
 
 
 class StepDraft:

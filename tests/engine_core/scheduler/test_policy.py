@@ -179,7 +179,7 @@ def on_grid(done: list[int], totals: list[int]) -> RowDemand:
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("tokens", [1, 16, 63, 64, 65, 200])
 def test_chunks_end_on_the_grid_and_prompts_advance(policy: Policy, tokens: int) -> None:
-    """Each step computes something, and ends off the grid only if it has no room to reach it."""
+    """Each step computes something, and ends off the grid only if more than a quarter of a row would be lost."""
     totals = [300, 70, 64, 129, 33]
     done = [0, 16, 0, 5, 0]
     while done != totals:
@@ -189,7 +189,7 @@ def test_chunks_end_on_the_grid_and_prompts_advance(policy: Policy, tokens: int)
         assert 0 < sum(lengths) <= tokens
         for index, length in zip(open_rows, lengths, strict=True):
             end = done[index] + length
-            assert end == totals[index] or end % GRID == 0 or end // GRID == done[index] // GRID
+            assert end == totals[index] or end % GRID == 0 or end // GRID * GRID - done[index] < 3 / 4 * length
             done[index] = end
 
 
@@ -206,6 +206,17 @@ def test_the_grid_takes_room_from_no_other_row(
     for index, total in enumerate(totals):
         if total == 1:
             assert lengths[index] >= without[index]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 40, 63, 64, 65, 95, 96, 127, 128, 129, 191, 255])
+def test_the_grid_costs_a_prompt_at_most_a_quarter_of_its_steps(tokens: int) -> None:
+    """Also where the room is just below a multiple of the grid."""
+    done, total, steps = 0, 20 * tokens, 0
+    while done < total:
+        (length,) = choose_rows(POLICIES["fcfs"], on_grid([done], [total]), Budget(tokens, tokens))
+        assert length == min(tokens, total - done) or (length >= 3 / 4 * tokens and (done + length) % GRID == 0)
+        done, steps = done + length, steps + 1
+    assert steps <= 27
 
 
 def test_positions_that_the_grid_leaves_go_to_the_next_prompt() -> None:
