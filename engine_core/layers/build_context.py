@@ -1,7 +1,7 @@
 """Context in which a model's layers are built."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -84,19 +84,27 @@ class BuildContext:
         return None if self.quantization is None else self.quantization.scheme_for(name)
 
     def linear(
-        self, name: str, outputs: int, inputs: int, bias: bool = False, parts: Mapping[str, int] | None = None
+        self,
+        name: str,
+        outputs: int,
+        inputs: int,
+        bias: bool = False,
+        parts: Mapping[str, int] | None = None,
+        output_order: Sequence[int] | None = None,
     ) -> LinearWeights:
         """Allocate a linear layer with uninitialized weights, in the format that the checkpoint has for it.
 
         name: of the module in the text model, such as "model.layers.3.self_attn.qkv_proj"; parts: number of outputs of
         each part of a fused projection by the last component of its name, such as "q_proj". Consecutive parts with
-        equal schemes are merged, others run one by one.
+        equal schemes are merged, others run one by one; output_order: index in the checkpoint's order of each output of
+        the layer, for adapters; None: they are the same.
         """
         linear = self._linear(name, outputs, inputs, bias, parts)
         if self.lora is None or not name.startswith(BLOCKS):
             return linear
         own = {name.rpartition(".")[2]: outputs} if parts is None else parts
-        return self.lora.wrap(name, linear, inputs, own, self.device, self.dtype, self.kernels)
+        order = None if output_order is None else torch.tensor(output_order)
+        return self.lora.wrap(name, linear, inputs, own, self.device, self.dtype, self.kernels, order)
 
     def _linear(
         self, name: str, outputs: int, inputs: int, bias: bool, parts: Mapping[str, int] | None

@@ -1,5 +1,6 @@
 """Layer with a gated delta rule in place of attention: Gated DeltaNet (Yang et al., 2025)."""
 
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -60,7 +61,9 @@ class DeltaRule:
         shape = config.delta_rule
         assert shape is not None, "a model with recurrent layers has their sizes"
         parts = _grouped_parts(shape) if is_grouped else _parts(shape)
-        projection = context.linear(f"{prefix}in_proj", sum(parts.values()), config.hidden_size, parts=parts)
+        order = _grouped_order(shape) if is_grouped else None
+        sizes = sum(parts.values()), config.hidden_size
+        projection = context.linear(f"{prefix}in_proj", *sizes, parts=parts, output_order=order)
         output = context.linear(f"{prefix}out_proj", config.hidden_size, shape.values)
 
         def empty(*sizes: int, dtype: torch.dtype = context.dtype) -> Tensor:
@@ -124,6 +127,13 @@ def _parts(shape: DeltaRuleShape) -> dict[str, int]:
 def _grouped_parts(shape: DeltaRuleShape) -> dict[str, int]:
     """Return the outputs of each part of the first projection, as Qwen3-Next stores them."""
     return {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * shape.value_heads}
+
+
+def _grouped_order(shape: DeltaRuleShape) -> list[int]:
+    """Return the index among the outputs of `_grouped_parts` of each output."""
+    parts = _grouped_parts(shape)
+    starts = dict(zip(parts, accumulate(parts.values(), initial=0), strict=False))
+    return [starts[piece.part] + piece.start + index for piece in _pieces(shape) for index in range(piece.length)]
 
 
 def _pieces(shape: DeltaRuleShape) -> list[Piece]:

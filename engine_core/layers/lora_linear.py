@@ -48,17 +48,20 @@ class LoraLinear:
         device: torch.device,
         dtype: torch.dtype,
         kernels: KernelSet,
+        stored_order: Tensor | None = None,
     ) -> None:
         """Allocate the memory of the adapters.
 
         base: the layer without an adapter; parts: number of outputs of each part of a fused projection by its name, the
-        layer's own name for one that is not fused.
+        layer's own name for one that is not fused; stored_order: as `output_order`, of a layer with outputs in an order
+        of its own.
         """
         self.base = base
         self.inputs = inputs
         self.parts = parts
         self.starts = tuple(accumulate(parts.values(), initial=0))
         self.kernels = kernels
+        self.stored_order = stored_order
         self.a = torch.zeros(max_slots, len(parts), max_rank, inputs, device=device, dtype=dtype)
         """See `kernels.reference.lora.add_lora`, as for `b` and `ranks`."""
         self.b = torch.zeros(max_slots, max_rank, self.starts[-1], device=device, dtype=dtype)
@@ -73,8 +76,9 @@ class LoraLinear:
 
     @property
     def output_order(self) -> Tensor | None:
-        """Order of the outputs within either half, [outputs / 2] int64; None: as in the checkpoint."""
-        return self.base.gated_order
+        """Order of the outputs, [outputs] int64, as `input_order`."""
+        order = self.base.gated_order  # Of either half.
+        return self.stored_order if order is None else torch.cat((order, order + len(order)))
 
     def fill(self, slot: int, update: LayerUpdate | None) -> None:
         """Copy an adapter into a slot; None: the adapter does not change this layer.
@@ -192,9 +196,10 @@ class LoraSlots:
         device: torch.device,
         dtype: torch.dtype,
         kernels: KernelSet,
+        stored_order: Tensor | None = None,
     ) -> LoraLinear:
         """Return a layer with memory for adapters. Arguments are as in `LoraLinear`."""
-        given = base, inputs, parts, self.max_slots, self.max_rank, device, dtype, kernels
+        given = base, inputs, parts, self.max_slots, self.max_rank, device, dtype, kernels, stored_order
         self.linears[name] = LoraLinear(*given)
         return self.linears[name]
 

@@ -234,8 +234,7 @@ def _ordered(linear: LoraLinear, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if (order := linear.input_order) is not None:
         a = a[:, :, order.cpu()].contiguous()
     if (order := linear.output_order) is not None:
-        order = order.cpu()
-        b = b[:, torch.cat((order, order + len(order)))].contiguous()
+        b = b[:, order.cpu()].contiguous()
     return a, b
 
 

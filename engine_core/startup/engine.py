@@ -106,11 +106,6 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_b
             f"--speculate {options.speculate}: {model_config.architecture} has recurrent layers, whose state cannot go "
             "back to the last accepted draft; leave the flag out"
         )
-    if options.enable_lora and model_config.recurrent_layers:
-        raise ConfigError(
-            f"--enable-lora: {model_config.architecture} has recurrent layers, whose adapters are not supported yet; "
-            "leave the flag out"
-        )
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = "float32"

@@ -17,12 +17,10 @@ from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Ready
 from tandem.protocol.version import PROTOCOL_VERSION
-from tests.e2e.test_families import FAMILIES
 from tests.support.engine_driver import CLIENT, EPOCH, DrivenEngine
 from tests.support.lora_engine import LoraEngine
 from tests.support.lora_folder import ALL, merge, write_adapter
 from tests.support.model_folder import write_model
-from tests.support.parity import SMALL, save_random
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -302,14 +300,6 @@ def test_the_memory_of_adapters_is_known_before_the_start(model: Path) -> None:
     assert adapter_bytes(resolved.config, resolved.source) == runtime.adapters.lora.num_bytes > 0
     without = resolve_engine(structs.replace(options, enable_lora=False), cuda=False)
     assert adapter_bytes(without.config, without.source) == 0
-
-
-def test_recurrent_models_refuse_adapters(tmp_path: Path) -> None:
-    from transformers import Qwen3_5TextConfig
-
-    save_random(tmp_path, Qwen3_5TextConfig(**SMALL | FAMILIES["qwen3_5"][1]))
-    with pytest.raises(ConfigError, match="--enable-lora"):
-        resolve_engine(EngineOptions(model=str(tmp_path), device="cpu", enable_lora=True), cuda=False)
 
 
 def test_a_load_is_answered_once_the_other_frontend_knows_the_adapter(model: Path) -> None:

@@ -15,6 +15,7 @@ from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 
 PROMPTS = ([5, 6, 7, 8, 9], [11, 12, 13])
 FUSED = ("qkv_proj", "gate_up_proj")
+DELTA_RULE = (*(f"in_proj_{part}" for part in ("qkv", "z", "b", "a", "qkvz", "ba")), "out_proj")
 QUANTIZED = ("fp8_channel", "fp8_block", "int8", "awq", "gptq_act_order", "packed_act_order")
 USUAL = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -32,7 +33,7 @@ def tokens_of(engine: LoraEngine, adapter: str = "") -> list[list[int]]:
     return [engine.tokens(request_id) for request_id in ids]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_next"))])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_of_a_family_equal_the_merged_model(name: str, tmp_path: Path) -> None:
     import transformers
 
@@ -40,7 +41,7 @@ def test_adapters_of_a_family_equal_the_merged_model(name: str, tmp_path: Path) 
     model = tmp_path / "model"
     model.mkdir()
     save_random(model, getattr(transformers, config)(**SMALL | fields), seed=len(name))
-    found = modules_of(model, (*ALL, *FUSED))
+    found = modules_of(model, (*ALL, *FUSED, *DELTA_RULE))
     targets = sorted({module.rpartition(".")[2] for module in found if ".experts." not in module})
     modules = {module: shape for module, shape in found.items() if ".experts." not in module}
     adapter = write_adapter(tmp_path / "adapter", model, targets, 8, modules=modules, size=1.0)
