@@ -18,7 +18,8 @@ multiple of the interval below the row's length. So a checkpoint is a copy of th
 Copies are part of steps. A save is executed by the step that is launched next, before its rows change any state: a node
 has its checkpoint as soon as the step that computes it is launched, whatever becomes of the row. A load is executed by
 the first step with the row. Until then its slot is locked. Slots are free at once when nothing needs them, like pages,
-since steps run in order.
+since steps run in order. The number of copies in a step has no other limit than those of rows and slots, as a copy
+costs less than the tokens that it saves; steps with many copies compute fewer positions of prompts.
 """
 
 from collections import Counter
@@ -62,6 +63,11 @@ class StateCache:
         """Running sequences that will save checkpoints of their prompts, by id."""
         tree.on_lost = self.forget
         slots.cost_of = self._cost
+
+    @property
+    def num_copies(self) -> int:
+        """Number of copies that the next step executes at most."""
+        return len(self._saves) + len(self._loads)
 
     @property
     def are_expected(self) -> bool:

@@ -308,6 +308,7 @@ class Planner:
                     attended += seq.num_scheduled_tokens
                 else:
                     prompts.append((seq.num_scheduled_tokens, wanted))
-            prompt_tokens = fitting_tokens(self.costs, decoding, attended, prompts, limits.max_itl)
+            copies = 0 if self.memory.states is None else self.memory.states.num_copies
+            prompt_tokens = fitting_tokens(self.costs, decoding, attended, prompts, limits.max_itl, copies)
         tokens = limits.max_step_tokens - num_steady
         return Budget(tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens, num_steady > 0)

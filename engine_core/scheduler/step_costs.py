@@ -96,12 +96,15 @@ class StepCosts:
     measured step corrects the expectation of all others.
     """
 
-    def __init__(self, table: Mapping[tuple[int, int], float], share: AttentionShare) -> None:
+    def __init__(
+        self, table: Mapping[tuple[int, int], float], share: AttentionShare, state_copy_ms: float = 0.0
+    ) -> None:
         """Keep a table of milliseconds by (rows, tokens).
 
         It holds (rows, 0) for some row counts and (0, tokens) for some token counts, and may hold pairs of both. An
-        empty table expects nothing.
+        empty table expects nothing. state_copy_ms: milliseconds of a copy of a recurrent state.
         """
+        self.state_copy_ms = state_copy_ms
         self._table = dict(table)
         self._rows = sorted(rows for rows, tokens in self._table if not tokens)
         self._tokens = sorted(tokens for rows, tokens in self._table if not rows)

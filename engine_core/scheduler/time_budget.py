@@ -38,7 +38,12 @@ def allowed_milliseconds(costs: StepCosts, rows: int, context: int, prompts: int
 
 
 def fitting_tokens(
-    costs: StepCosts, rows: int, context: int, prompts: Sequence[tuple[int, int]], max_itl: float | None
+    costs: StepCosts,
+    rows: int,
+    context: int,
+    prompts: Sequence[tuple[int, int]],
+    max_itl: float | None,
+    copies: int = 0,
 ) -> int:
     """Return the number of prompt positions that a step may compute.
 
@@ -46,7 +51,8 @@ def fitting_tokens(
     prompts always advance. If this leaves much of the device unused, a larger size is used: the smallest size for which
     a position costs at most `MAX_POSITION_COST` times what it costs at the best size of up to `EFFICIENT_MS`.
 
-    prompts: start and lacking positions of each; the others as for `allowed_milliseconds`.
+    prompts: start and lacking positions of each; copies: number of copies of recurrent states, which come before the
+    step and take from its time; the others as for `allowed_milliseconds`.
     """
     sizes = costs.mixed_token_sizes if rows else costs.token_sizes
 
@@ -57,10 +63,11 @@ def fitting_tokens(
     def fitting(limit: float) -> int:
         return bisect_left(sizes, True, lo=1, key=lambda size: milliseconds(size) > limit)
 
-    allowed = allowed_milliseconds(costs, rows, context, len(prompts), max_itl)
+    copying = copies * costs.state_copy_ms
+    allowed = allowed_milliseconds(costs, rows, context, len(prompts), max_itl) - copying
     count = fitting(allowed)
-    if rows and not max_itl and allowed < EFFICIENT_MS:
-        larger = sizes[count - 1 : fitting(EFFICIENT_MS)]
+    if rows and not max_itl and allowed < EFFICIENT_MS - copying:
+        larger = sizes[count - 1 : fitting(EFFICIENT_MS - copying)]
         position_costs = [milliseconds(size) / size for size in larger]
         efficient = MAX_POSITION_COST * min(position_costs)
         return next(size for size, cost in zip(larger, position_costs, strict=True) if cost <= efficient)

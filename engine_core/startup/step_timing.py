@@ -7,6 +7,7 @@ steps are run. Neither reads much context: `StepCosts` adds its cost.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -49,7 +50,8 @@ def measure_costs(runtime: TorchRuntime, config: StepConfig, model: ModelConfig,
         table = _time_steps(runtime, config) if graphs is None else _time_graphs(runtime, graphs, config)
         if graphs is not None:
             graphs.prefer(_faster_graphs(runtime, graphs, table))
-    return StepCosts(without_outliers(table), attention_share(model, layout, config.max_len))
+    share = attention_share(model, layout, config.max_len)
+    return StepCosts(without_outliers(table), share, _time_state_copies(runtime))
 
 
 def without_outliers(table: Table) -> Table:
@@ -254,6 +256,16 @@ def _longest_step(config: StepConfig) -> StepPlan:
 def _time_step(runtime: TorchRuntime, plan: StepPlan) -> tuple[int, float]:
     """Return the positions of a step, and the milliseconds that it takes."""
     return plan.total_tokens, _milliseconds(runtime, lambda: run_step(runtime, 0, plan))
+
+
+def _time_state_copies(runtime: TorchRuntime) -> float:
+    """Return the mean milliseconds of saving and loading a checkpoint, 0 without any; no slot holds one yet."""
+    checkpoints = runtime.kv.checkpoints
+    if checkpoints is None:
+        return 0.0
+    calls = [partial(checkpoints.save, PADDING_ROW, 0, RING), partial(checkpoints.load, 0, PADDING_ROW, RING)]
+    _milliseconds(runtime, *calls)
+    return _milliseconds(runtime, *calls) / len(calls)
 
 
 def _line(least: tuple[int, float], most: tuple[int, float]) -> list[tuple[int, float]]:

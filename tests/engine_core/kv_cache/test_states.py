@@ -8,6 +8,7 @@ from tandem.engine_core.errors import ErrorCode
 from tandem.engine_core.kv_cache.states import StateCache
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Failure, Finished
@@ -314,3 +315,19 @@ def test_a_prompt_that_waits_begins_at_a_checkpoint_that_leaves_it_less_to_compu
     found.admit_waiting()
     assert second.num_scheduled_tokens == 288 > first.num_scheduled_tokens
     assert found.audit() == []
+
+
+def test_steps_with_copies_compute_fewer_positions_of_prompts() -> None:
+    table = {(1, 0): 1.0, (4, 0): 1.0} | {(rows, size): size / 64 for rows in (0, 1, 4) for size in (64, 128, 256, 512)}
+    lengths = []
+    for copy_ms in (0.0, 3.0):
+        costs = StepCosts(table, AttentionShare(), copy_ms)
+        found = scheduler(max_itl=8.0, costs=costs)
+        chunks(found, request(1, 10, 40, max_tokens=20))
+        assert states(found).num_copies == 1, "the checkpoint of its prompt"
+        added(found, request(2, 900, 512))
+        plan = launched(found, 500)
+        assert [row.length for row in plan.steady_rows] == [1]
+        lengths.append(plan.other_rows[-1].length)
+        assert states(found).num_copies == 0
+    assert lengths == [448, 256]

@@ -207,6 +207,25 @@ def test_a_larger_size_is_taken_where_its_positions_are_much_cheaper(
         assert cost[found] <= MAX_POSITION_COST * best < cost[SIZES[SIZES.index(found) - 1]]
 
 
+@pytest.mark.parametrize(
+    ("copies", "max_itl", "expected"),
+    [
+        (0, 10.0, 512),  # 2 + 0.01 * 512 = 7.1 ms
+        (3, 10.0, 512),
+        (10, 10.0, 256),  # 4.6 ms, and 5 ms of copies
+        (100, 10.0, 64),
+        (0, None, 512),
+        (10, None, 512),  # 512 positions are worth 12.1 ms
+        (60, None, 256),  # beside copies of 30 ms, 512 are not compared up to 40 ms any more than 1024
+        (1000, None, 64),
+    ],
+)
+def test_copies_of_states_take_from_the_time_of_prompts(copies: int, max_itl: float | None, expected: int) -> None:
+    table = {(rows, size): 2.0 + 0.01 * size for rows in (0, 4) for size in SIZES} | {(4, 0): 1.0}
+    costs = StepCosts(table, AttentionShare(), state_copy_ms=0.5)
+    assert fitting_tokens(costs, 4, 0, [(0, LONG)], max_itl, copies) == expected
+
+
 @pytest.mark.parametrize(("rows", "prompts"), [(1, 0), (1, 60), (60, 1)])
 def test_max_itl_is_never_stretched(rows: int, prompts: int) -> None:
     costs = StepCosts({(1, 0): 1.0, (0, 64): 2.0}, AttentionShare())
