@@ -1,14 +1,17 @@
 """A hybrid model's prefix cache: continued prompts give the tokens of prompts that are computed whole."""
 
+import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tandem.engine_core.kv_cache.states import StateCache
+from tandem.engine_core.startup import kv_sizing
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort
 from tandem.protocol.engine_options import EngineOptions
@@ -297,3 +300,52 @@ def test_tokens_are_equal_with_and_without_the_cache(name: str, folder: Path) ->
         pair.ask([*system, *users[0], *pair.expected([*system, *users[0]], 14), *users[1]], other, tokens=3)
     memory = pair.cached.engine.scheduler.memory
     assert memory.num_hit_tokens > 0
+
+
+def test_the_time_of_a_copy_is_measured_at_the_start(pair: Pair) -> None:
+    assert pair.cached.engine.scheduler.planner.costs.state_copy_ms > 0.0
+    assert pair.plain.engine.scheduler.planner.costs.state_copy_ms == 0.0, "it has no checkpoints"
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_few_slots_change_no_token_and_none_is_lost(slots: int, folder: Path) -> None:
+    """Equal, branching and continued prompts arrive while others run; some are cancelled at any moment."""
+    with patch.object(kv_sizing, "MAX_STATE_SLOTS", slots):
+        pair = Pair(folder, max_step_tokens=48)
+    assert pair.states.slots.total == slots
+    rng, scheduler, mailbox = random.Random(slots), pair.cached.engine.scheduler, pair.cached.mailbox
+    params = SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)
+    stems = [prompt(length, seed=length) for length in (70, 130)]
+    asked: dict[int, list[int]] = {}
+    cancelled: set[int] = set()
+    for tick in range(3000):
+        if tick % 4 == 0 and len(asked) < 28:
+            tokens = [*rng.choice(stems), *prompt(rng.choice([0, 5, 40, 70]), seed=rng.randrange(2))]
+            asked[pair.cached.submit(tokens, params)] = tokens
+        if tick % 9 == 5 and (running := [seq.request_id for seq in scheduler.held]):
+            cancelled.add(number := rng.choice(running))
+            mailbox.inbox.append((CLIENT, Abort([number])))
+        pair.cached.engine.tick()
+        assert scheduler.audit() == []
+        if len(asked) == 28 and not scheduler.num_open and not list(scheduler.held):
+            break
+    assert len(cancelled) > 3
+    for number, tokens in asked.items():
+        found, expected = pair.cached.tokens(number), pair.expected(tokens, TOKENS)
+        assert found == (expected[: len(found)] if number in cancelled else expected)
+    assert pair.states.slots.num_evicted > 0
+    assert scheduler.memory.num_hit_tokens > 0
+    pair.clear()
+    assert [pair.states.slots.acquire(-owner, 1) is not None for owner in range(1, slots + 1)] == [True] * slots
+
+
+def test_without_slots_tokens_are_equal_and_no_prompt_waits(folder: Path) -> None:
+    with patch.object(kv_sizing, "MAX_STATE_SLOTS", 0):
+        pair = Pair(folder)
+    tokens = prompt(150)
+    numbers = [pair.cached.submit(tokens, SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)) for _ in range(2)]
+    pair.cached.engine.tick()
+    assert len(pair.cached.engine.scheduler.running) == 2
+    pair.cached.run()
+    assert [pair.cached.tokens(number) for number in numbers] == [pair.expected(tokens, TOKENS)] * 2
+    assert pair.cached.engine.scheduler.audit() == []
