@@ -14,10 +14,11 @@ from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.expert_weights import ExpertWeights
+from tandem.engine_core.layers.int4_experts import Int4Experts, empty_int4_experts
 from tandem.engine_core.layers.quantized.eight_bit_linear import quantize_weight, row_scales
 from tandem.engine_core.layers.quantized.quantized_linear import reject_overflow
 from tandem.engine_core.loader.slots import SourceSlice, WeightSlot
-from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme
+from tandem.engine_core.quantization.scheme import EightBitScheme, Int4Scheme, Scheme
 
 
 class Experts:
@@ -141,6 +142,9 @@ class TorchExpertMethod:
         context: BuildContext,
     ) -> ExpertWeights:
         """Implement `ExpertMethod.build`."""
+        if isinstance(scheme, Int4Scheme):
+            weights = empty_int4_experts(experts, hidden, width, scheme, context.device)
+            return Int4Experts(*weights, scheme, activation)
         return Experts(*empty_experts(experts, hidden, width, scheme, context), fp8_scheme(scheme), activation)
 
 
@@ -165,12 +169,13 @@ def empty_experts(
 
 
 def fp8_scheme(scheme: Scheme | None) -> EightBitScheme | None:
-    """Return the scheme of experts, None for the model's dtype.
+    """Return the scheme of experts that have 8 bits, None for the model's dtype.
 
-    Raises ConfigError for a quantization other than FP8.
+    Raises ConfigError for another quantization than FP8.
     """
     if scheme is None or (isinstance(scheme, EightBitScheme) and scheme.kind == "fp8"):
         return scheme
     raise ConfigError(
-        f"experts in {scheme} are not supported (supported: 16 bits, fp8); serve the FP8 or the unquantized checkpoint"
+        f"experts in {scheme} are not supported (supported: 16 bits, fp8, 4 bits); serve the FP8 or the unquantized "
+        "checkpoint"
     )

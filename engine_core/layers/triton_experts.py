@@ -25,7 +25,9 @@ from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.experts import Experts, empty_experts, fp8_scheme
-from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Scheme
+from tandem.engine_core.layers.int4_experts import empty_int4_experts
+from tandem.engine_core.layers.triton_int4_experts import TritonInt4Experts
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
 
 _choose = cache(choose_expert_plan)
 
@@ -101,5 +103,8 @@ class TritonExpertMethod:
         context: BuildContext,
     ) -> ExpertWeights:
         """Implement `ExpertMethod.build`."""
+        if isinstance(scheme, Int4Scheme):
+            given = empty_int4_experts(experts, hidden, width, scheme, context.device)
+            return TritonInt4Experts(*given, scheme, activation, self.gpu)
         weights = empty_experts(experts, hidden, width, scheme, context)
         return TritonExperts(*weights, fp8_scheme(scheme), activation, self.gpu)

@@ -19,6 +19,7 @@ from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES, Loadable
 from tandem.engine_core.models.registry import build_model
+from tandem.engine_core.quantization.int4 import PER_WORD
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.kv_sizing import GIB
@@ -42,6 +43,11 @@ class MemoryDemand(Struct, frozen=True):
     """Bytes without which it cannot start: weights, state of recurrent layers, and a KV pool of a given size."""
     wanted: int
     """Bytes that it uses if they are free."""
+
+
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
+_PACKED_ZEROS = ("qzeros", "weight_zero_point")
+"""Last components of names of tensors that the engine stores unpacked, one byte for each number."""
 
 
 def weight_bytes(source: ModelSource, checkpoint: Checkpoint) -> int:
@@ -76,6 +82,11 @@ def model_bytes(model: Loadable) -> int:
 
 
 def _itemsize(tensor: StoredTensor, source: ModelSource) -> int:
+    last = tensor.name.rpartition(".")[2]
+    if source.model.quantization is not None and last in _SCALES:
+        return torch.float32.itemsize
+    if last in _PACKED_ZEROS:
+        return PER_WORD
     if tensor.dtype not in FLOAT_DTYPES:
         return TORCH_DTYPES[tensor.dtype].itemsize
     is_quantized_now = source.model.quantization == FP8_AT_LOAD and (

@@ -8,6 +8,9 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
+from tandem.engine_core.kernels.moe.int4_gemv import int4_pair_gemv
+from tandem.engine_core.kernels.moe.int4_grouped_gemm import int4_grouped_gemm
+from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan, choose_router
 from tandem.engine_core.kernels.moe.route import normed_router, route, router_partials
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
@@ -34,6 +37,7 @@ def mixtures(gpu: GpuTraits, rows: tuple[int, ...], bits: tuple[int, ...] = (16,
     yield lambda: add_shared_expert(half(2, HIDDEN), half(1, HIDDEN), half(2, HIDDEN), half(2, HIDDEN), gpu.pdl)
     for tokens in rows:
         yield from routings(gpu, tokens)
+        yield from int4_experts(gpu, tokens)
         for weight_bits in bits:
             for by_block in BOTH if weight_bits == 8 else (False,):
                 yield from experts(gpu, tokens, weight_bits, by_block)
@@ -60,6 +64,28 @@ def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
         yield lambda weight=weight, plan=plan: router_partials(x, weight, plan, gpu.pdl)
     rows = torch.empty(tokens, dtype=torch.int32)
     yield lambda: route(partials, counts, TOP_K, Routing.SOFTMAX, switch, rows, 0, tokens > GEMV_TOKENS, gpu.pdl)
+
+
+def int4_experts(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
+    """The experts' matmuls with int4 weights in groups of 128, and of 32."""
+    for group in (128, 32):
+        first, last = (
+            Int4Weights(
+                half(parts, outputs, inputs // 8, dtype=torch.int32),
+                torch.empty(parts, inputs // group, outputs),
+                half(parts, inputs // group, outputs, dtype=torch.uint8),
+            )
+            for parts, outputs, inputs in ((2 * EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
+        )
+        routed, x, pairs = empty_routing(tokens, EXPERTS, TOP_K), half(tokens, HIDDEN), half(tokens * TOP_K, WIDTH)
+        for part, weight, given in (("gate_up", first, x), ("down", last, pairs)):
+            key = ExpertKey("gate_up" if part == "gate_up" else "down", 4, 16, HIDDEN, WIDTH, EXPERTS, TOP_K, tokens)
+            plan, activation = choose_expert_plan(key, gpu), Activation.SILU if part == "gate_up" else None
+            call = (given, weight, routed, activation, plan, gpu.pdl)
+            if isinstance(plan, GemvPlan):
+                yield lambda call=call: int4_pair_gemv(*call)
+            else:
+                yield lambda call=call: int4_grouped_gemm(*call)
 
 
 def experts(gpu: GpuTraits, tokens: int, bits: int, by_block: bool) -> Iterator[Launch]:

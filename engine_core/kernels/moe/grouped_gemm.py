@@ -37,7 +37,7 @@ COMBINED, COMBINE_WARPS = 1024, 4
 
 
 @triton.jit
-def _find_block(counts_ptr, E, block, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+def find_block(counts_ptr, E, block, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """Return the expert of a block, the index of its first pair in the expert's list, and the length of the list.
 
     Past the last block the expert is E or more.
@@ -122,7 +122,7 @@ def _grouped_gemm_kernel(
     if GATED:
         wait_for_previous(PDL)
     # Without a gate, the pairs were sorted before the preceding kernel started.
-    expert, begin, count = _find_block(counts_ptr, E, tl.program_id(1), BLOCK_M, BLOCK_E)
+    expert, begin, count = find_block(counts_ptr, E, tl.program_id(1), BLOCK_M, BLOCK_E)
     if expert >= E:
         if not GATED:
             wait_for_previous(PDL)

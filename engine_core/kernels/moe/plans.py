@@ -14,6 +14,8 @@ from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey
 
 GEMV_TOKENS = 4
 """Maximum number of tokens for which each pair of a token and an expert is a GEMV."""
+INT4_BLOCK = 128
+"""Inputs of the largest block of the layout of int4 weights."""
 NORMED_TOKENS = 16
 """Maximum number of tokens for which the norm is fused into the router's matmul."""
 WIDE_SHARED_MEMORY = 160 * 1024
@@ -81,8 +83,27 @@ def choose_expert_plan(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
     return found if type(found) is type(rule) else rule
 
 
+def _int4_rule(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
+    """Return the plan of a matmul with int4 weights by its sizes.
+
+    A program of a GEMV holds whole rows. Sums are scaled before they are added, so that tiles of 64 pairs fill the
+    registers.
+    """
+    gated = key.part == "gate_up"
+    if key.tokens <= GEMV_TOKENS:
+        whole = next_power_of_two(key.hidden if gated else key.width)
+        return GemvPlan(4 if gated else 8, min(2048, max(INT4_BLOCK, whole)))
+    block = min(64, block_pairs(key.tokens * key.top_k, key.experts))
+    plan = GroupedPlan(block, 64 if gated else 128, 128, 4, 4 if block <= 32 else 8)
+    stage = (128 * 4 + plan.block_m * key.x_bits) // 8 * plan.block_k
+    stages = gpu.max_stages(stage, warpgroup=True)
+    return plan if plan.stages <= stages else replace(plan, stages=stages)
+
+
 def expert_rule(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
     """Return the plan of a matmul of experts by its sizes."""
+    if key.weight_bits == 4:
+        return _int4_rule(key, gpu)
     if key.tokens <= GEMV_TOKENS:
         return _gate_up_gemv(key.hidden) if key.part == "gate_up" else _down_gemv(key.width, key.top_k)
     block, halves = block_pairs(key.tokens * key.top_k, key.experts), 2 if key.part == "gate_up" else 1

@@ -1,5 +1,7 @@
 """A mixture of experts in plain torch: the oracle of `kernels.moe`, and the CPU implementation."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -126,19 +128,36 @@ def run_experts(
     """Return the weighted sum of each token's experts, [T, inputs]; zeros for padding.
 
     x: [T, inputs]; gate_up: [E, 2 * width, inputs], gate first; down: [E, inputs, width]; scales: as in `moe.scales`.
-    The output of an expert is weighted in float32 and rounded; a token's are added in the order of its list in float32.
     """
-    (tokens, top_k), width = routed.ids.shape, down.shape[2]
+    width = down.shape[2]
+
+    def weights_of(expert: int) -> tuple[Tensor, Tensor]:
+        scales = [None, None] if gate_up_scales is None else gate_up_scales[2 * expert : 2 * expert + 2]
+        halves = [dequantize_part(gate_up[expert, half * width :][:width], scales[half], x.dtype) for half in (0, 1)]
+        last = dequantize_part(down[expert], None if down_scales is None else down_scales[expert], x.dtype)
+        return torch.cat(halves), last
+
+    return apply_experts(x, weights_of, routed, activation)
+
+
+def apply_experts(
+    x: Tensor, weights_of: Callable[[int], tuple[Tensor, Tensor]], routed: Routed, activation: Activation
+) -> Tensor:
+    """Return the weighted sum of each token's experts, [T, inputs]; zeros for padding.
+
+    x: [T, inputs]; weights_of: returns the weights of an expert in x's dtype, [2 * width, inputs], gate first, and
+    [inputs, width]. The output of an expert is weighted in float32 and rounded; a token's are added in the order of its
+    list in float32.
+    """
+    tokens, top_k = routed.ids.shape
     outputs = torch.zeros(tokens, top_k, x.shape[1], dtype=x.dtype, device=x.device)
     for expert in routed.ids.unique().tolist():
         if expert < 0:
             continue
-        scales = [None, None] if gate_up_scales is None else gate_up_scales[2 * expert : 2 * expert + 2]
-        halves = [dequantize_part(gate_up[expert, half * width :][:width], scales[half], x.dtype) for half in (0, 1)]
-        last = dequantize_part(down[expert], None if down_scales is None else down_scales[expert], x.dtype)
+        first, last = weights_of(expert)
         token, place = (routed.ids == expert).nonzero(as_tuple=True)
         rows = functional.pad(x[token], (0, 0, 0, max(0, MIN_ROWS - len(token))))
-        hidden = gated_activation(_matmul(rows, torch.cat(halves)), activation)
+        hidden = gated_activation(_matmul(rows, first), activation)
         own = _matmul(hidden, last)[: len(token)].float() * routed.weights[token, place][:, None]
         outputs[token, place] = own.to(x.dtype)
     total = torch.zeros(tokens, x.shape[1], device=x.device)

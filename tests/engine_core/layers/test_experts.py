@@ -63,13 +63,64 @@ def test_experts_alone_may_be_left_in_16_bits(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("int8", "int8"), ("gptq", "4 bits (gptq)")])
+INT4 = ["gptq", "gptq_one_group", "gptq_zeros", "awq", "packed", "packed_zeros"]
+GROUPS_OF_32 = {"moe_intermediate_size": 96, "num_experts": 4}
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_int4_experts_equal_their_dequantized_weights(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, GROUPS_OF_32)
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order", "packed_act_order"])
+def test_experts_with_act_order_are_refused(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, GROUPS_OF_32)
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.experts: .*act-order"):
+        load(tmp_path)
+
+
+def test_groups_of_experts_in_another_order_than_the_config_says_are_named(tmp_path: Path) -> None:
+    save_random(tmp_path, GROUPS_OF_32)
+    quantize_checkpoint(tmp_path, LAYOUTS["gptq"])
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.2.down_proj.g_idx"
+    tensors = load_file(path)
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=rf"{name}: .*act-order"):
+        load(tmp_path)
+
+
+def test_experts_without_groups_in_the_checkpoint_load(tmp_path: Path) -> None:
+    """Newer tools leave out `g_idx` without act-order."""
+    save_random(tmp_path, GROUPS_OF_32)
+    quantize_checkpoint(tmp_path, LAYOUTS["gptq"])
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if not name.endswith("g_idx")}, path)
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("part", ["qweight", "scales", "qzeros"])
+def test_a_missing_tensor_of_an_int4_expert_is_named(part: str, tmp_path: Path) -> None:
+    save_random(tmp_path, GROUPS_OF_32)
+    quantize_checkpoint(tmp_path, LAYOUTS["gptq_zeros"])
+    path, name = tmp_path / "model.safetensors", f"model.layers.1.mlp.experts.3.up_proj.{part}"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=f"missing {name}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("int8", "int8"), ("gptq_bytes", "8 bits (gptq)")])
 def test_other_quantizations_of_experts_are_refused(name: str, scheme: str, tmp_path: Path) -> None:
     save_random(tmp_path, {"moe_intermediate_size": 64})
     quantize_checkpoint(tmp_path, LAYOUTS[name])
     with pytest.raises(ConfigError) as refused:
         load(tmp_path)
-    words = (str(tmp_path), "model.layers.0.mlp.experts", scheme, "16 bits, fp8")
+    words = (str(tmp_path), "model.layers.0.mlp.experts", scheme, "16 bits, fp8, 4 bits")
     assert all(word in str(refused.value) for word in words)
 
 

@@ -1,5 +1,6 @@
 """Memory of the weights of a mixture of experts, as forecast and as allocated."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,8 +12,9 @@ from msgspec import structs
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.models.registry import build_model, open_checkpoint, read_config
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
-from tandem.engine_core.startup.device_memory import weight_bytes
+from tandem.engine_core.startup.device_memory import model_bytes, weight_bytes
 from tests.engine_core.models.test_qwen3_moe import fuse_experts, save_random
+from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 
 
 @pytest.mark.parametrize("quantize", [False, True])
@@ -37,3 +39,30 @@ def test_all_experts_count_as_they_are_stored(fused: bool, quantize: bool, tmp_p
     if not quantize:
         about = config.weight_bytes(2)
         assert abs(about - total) < 0.01 * about
+
+
+@pytest.mark.parametrize("name", ["gptq_zeros", "awq", "packed_zeros"])
+def test_int4_experts_count_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, {"num_hidden_layers": 1, "moe_intermediate_size": 96})
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    config = read_config(tmp_path)
+    checkpoint = open_checkpoint(tmp_path, config)
+    source = SimpleNamespace(directory=tmp_path, model=config, dtype=torch.bfloat16)
+    context = torch_build_context(torch.device("meta"), torch.bfloat16, config.quantization)
+    allocated = model_bytes(build_model(config, context, checkpoint=checkpoint))
+    counted = weight_bytes(cast(Any, source), checkpoint)
+    unread = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if tensor.name.endswith(("g_idx", "_shape")))
+    assert counted - unread == pytest.approx(allocated, rel=0.02)
+
+
+def test_int4_experts_of_a_published_shape_take_little_more_than_half_a_byte(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B with scales in float32 and zero points of a byte for each 128 weights."""
+    shape = json.loads(Path("benchmarks/shapes/qwen3-30b-a3b/config.json").read_text())
+    quantized = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    (tmp_path / "config.json").write_text(
+        json.dumps(shape | {"num_hidden_layers": 4, "quantization_config": quantized})
+    )
+    config = read_config(tmp_path)
+    model = build_model(config, torch_build_context(torch.device("meta"), torch.bfloat16, config.quantization))
+    plain = 2 * config.vocab_size * config.hidden_size * 2
+    assert (model_bytes(model) - plain) / config.projection_weights == pytest.approx(0.5 + 5 / 128, rel=0.01)

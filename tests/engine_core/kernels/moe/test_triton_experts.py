@@ -14,8 +14,9 @@ from tandem.engine_core.layers.linear_choice import torch_build_context, triton_
 from tandem.engine_core.layers.moe import MixtureOfExperts, RoutingSwitch
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 from tests.fakes.gpus import A100, L4
+from tests.support.quantized_checkpoint import GROUP, LAYOUTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp", "ignore::RuntimeWarning")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -37,9 +38,12 @@ def build(context: BuildContext, values: dict[str, Tensor]) -> tuple[MixtureOfEx
     mlp, norm = MixtureOfExperts(router, experts, *given), RMSNorm.build(HIDDEN, 1e-6, context)
     router.copy_(values["router"])
     norm.weight.copy_(values["norm"])
-    for slot in experts.slots("", PROJECTIONS):
-        if slot.name in values:
-            slot.fill(values[slot.name])
+    slots = [slot for slot in experts.slots("", PROJECTIONS) if slot.name in values]
+    for slot in slots:
+        slot.fill(values[slot.name])
+    for finish in {slot.on_filled for slot in slots} - {None}:
+        assert finish is not None
+        finish()
     return mlp, norm
 
 
@@ -55,6 +59,30 @@ def random_values(scheme: EightBitScheme | None) -> dict[str, Tensor]:
             shape = (1, 1) if scheme.block is not None else (HIDDEN, 1)
             values[f"{prefix}{scheme.scale_name}"] = (torch.rand(shape) - 0.5) / 50
     return values
+
+
+@pytest.mark.parametrize("tokens", [3, 7])
+@pytest.mark.parametrize("name", ["gptq_zeros", "packed"])
+def test_int4_experts_on_the_cuda_path_equal_plain_torch(name: str, tokens: int, device: str) -> None:
+    """Loaded like a checkpoint, so that the words are converted to the kernels' layout."""
+    torch.manual_seed(tokens)
+    layout = LAYOUTS[name]
+    scheme = Int4Scheme("gptq" if "gptq" in name else "compressed-tensors", GROUP, "zeros" not in name, zero_offset=1)
+    values = random_values(None)
+    for key in [key for key in values if key.startswith("experts.")]:
+        stem = key.removesuffix("weight")
+        tensors, _ = layout.write(values.pop(key), len(values))
+        values |= {stem + last: tensor.contiguous() for last, tensor in tensors.items()}
+    quantization = Quantization(scheme)
+    expected = build(torch_build_context(torch.device("cpu"), torch.float32, quantization), values)
+    found = build(triton_build_context(torch.device(device), torch.float32, A100, quantization), values)
+    x, residual = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
+    rows = torch.arange(tokens, dtype=torch.int32) % 3
+    one = expected[0](x, residual, expected[1], rows)
+    other = found[0](x.to(device), residual.to(device), found[1], rows.to(device))
+    error = float((other[0].cpu() - one[0]).norm() / one[0].norm())
+    assert error < (1e-3 if tokens <= 4 else 1e-5), error
+    assert other[0].cpu()[rows == 0].eq(0).all()
 
 
 @pytest.mark.parametrize("tokens", [4, 5])
