@@ -13,9 +13,6 @@ from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Finished
 
-DRAFT_WEIGHT = 0.25
-"""Weight of the newest step in the moving average of a sequence's accepted drafts."""
-
 
 class CacheState:
     """State of a sequence in the prefix cache."""
@@ -129,7 +126,7 @@ class SequenceTimes:
 class DraftStats:
     """Drafts of a sequence that were verified."""
 
-    __slots__ = ("accepted", "drafted", "expected", "max_drafts", "model_lag", "model_len")
+    __slots__ = ("accepted", "drafted", "max_drafts", "model_lag", "model_len")
 
     max_drafts: int
     """Maximum number of drafts that a step verifies for the sequence; 0: it gets one token a step."""
@@ -137,8 +134,6 @@ class DraftStats:
     """Number of drafts that were verified."""
     accepted: int
     """Number of them that were accepted."""
-    expected: float
-    """Moving average of the number of accepted drafts per step."""
     model_len: int
     """Lower bound of the positions, from the first on, whose keys and values the draft model has computed."""
     model_lag: int
@@ -147,13 +142,11 @@ class DraftStats:
     def __init__(self) -> None:
         self.model_len = self.model_lag = 0
         self.max_drafts = self.drafted = self.accepted = 0
-        self.expected = 1.0
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Count the drafts of a committed step, and those that were right."""
         self.drafted += drafted
         self.accepted += accepted
-        self.expected += DRAFT_WEIGHT * (accepted - self.expected)
 
 
 class Sequence:

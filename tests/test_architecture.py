@@ -64,6 +64,7 @@ L5_NAMES = (
             "attention",
             "device_memory",
             "draft_model",
+            "draft_timing",
             "memory_trial",
             "step_timing",
             "warmup",

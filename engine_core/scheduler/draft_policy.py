@@ -1,24 +1,33 @@
 """Choice of the number of drafts that a step verifies.
 
-All rows of a step verify the same number, one for which graphs are captured. It is chosen from committed counts, which
-lag one step behind.
+All rows of a step verify the same number, one for which graphs are captured: that with the most expected tokens per
+millisecond, 0 if it is a plain step. Expected tokens follow from the acceptance in committed steps, which lag one step
+behind, and milliseconds from measurements at the start (after Liu et al., 2024, "Optimizing Speculative Decoding for
+Serving Large Language Models Using Goodput").
 """
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence as Items
 
 from tandem.engine_core.graph_sizes import MAX_ADAPTED_ROWS, MAX_VERIFY_POSITIONS
+from tandem.engine_core.plan import catch_up_tokens
+from tandem.engine_core.scheduler.acceptance import Acceptance
+from tandem.engine_core.scheduler.draft_costs import DraftCosts
 from tandem.engine_core.sequence import Sequence
 
-MIN_EXPECTED, ROWS_PER_EXPECTED = 0.1, 400
-"""A step verifies drafts if rows have at least MIN_EXPECTED + rows / ROWS_PER_EXPECTED accepted drafts on average: with
-one draft per row it takes longer by about this fraction."""
-FEW_ROWS = 8
-"""Maximum number of rows with which a step verifies twice the average number of accepted drafts: they take little time,
-and for most texts either all drafts are accepted or none."""
-PROBE_INTERVAL, PROBE_DRAFTS = 16, 3
-"""Number of steps without drafts after which a step tries some, since a text may begin to repeat, and their number. The
-interval is the number of rows if that is larger, since more rows take longer to verify."""
+PROBE_SHARE = 0.008
+"""Share of the time of plain steps that may be spent on drafts to find out whether they are accepted again."""
+MODEL_MEMORY, NGRAM_MEMORY = 0.96, 0.75
+"""Share of the weight of earlier steps that is left after a step. The acceptance of n-gram drafts changes faster: a
+text begins or ends to repeat."""
+MIN_GAIN = 0.01
+"""Share by which tokens per millisecond have to exceed those of plain steps: less is lost in the noise of estimates."""
+CATCH_UP_STEPS = 256
+"""Number of steps with drafts that have to make up for the positions that the draft model lacks."""
+MAX_GAP = 2
+"""Largest number of positions that the draft model lacks after a step with drafts: that of the newest token, and that
+of the last draft if it was accepted."""
 
 
 class DraftPolicy:
@@ -31,6 +40,7 @@ class DraftPolicy:
         row_counts: Items[int] = (),
         max_positions: int = MAX_VERIFY_POSITIONS,
         has_model: bool = False,
+        costs: DraftCosts | None = None,
     ) -> None:
         """Store the numbers to choose from.
 
@@ -38,14 +48,19 @@ class DraftPolicy:
         room for them; None: adapted to the accepted drafts; row_counts: row counts of the captured graphs, ascending: a
         step is padded to one of them, and verifies no drafts if it has more rows; empty: any number, without padding;
         max_positions: maximum number of positions of a step that verifies drafts, padding included; has_model: True if
-        a draft model proposes them.
+        a draft model proposes them; costs: durations of steps, None if they were not measured.
         """
         self.sizes = tuple(sizes)
         self.fixed = fixed
         self.row_counts = tuple(row_counts)
         self.max_positions = min(max_positions, MAX_VERIFY_POSITIONS)
         self.has_model = has_model
-        self._since_drafts = 0
+        self.costs = costs or DraftCosts.assumed(self.sizes, has_model)
+        self.acceptance = Acceptance(max(self.sizes, default=0), MODEL_MEMORY if has_model else NGRAM_MEMORY)
+        self.max_catch_up: int | None = None
+        """Maximum number of positions that the draft model may make up for in the chosen step; None: no limit."""
+        self._plain_ms = 0.0
+        """Duration of the plain steps since the last drafts."""
 
     @property
     def most(self) -> int:
@@ -59,26 +74,72 @@ class DraftPolicy:
     def choose(self, sequences: Items[Sequence], has_adapters: bool = False) -> int:
         """Return the number of drafts of the next step of these sequences.
 
-        It exceeds the average number of accepted drafts, so that it can grow. Sequences without drafts count as rows
-        without accepted drafts. has_adapters: True if one of them has an adapter, as fewer steps are captured then.
+        has_adapters: True if one of them has an adapter, as fewer steps are captured then.
         """
-        drafting = [seq.drafts.expected for seq in sequences if seq.drafts.max_drafts]
+        drafting = [seq for seq in sequences if seq.drafts.max_drafts]
+        self.max_catch_up = None
         if not drafting:
             return 0
         rows = len(sequences)
+        padded = self.padded(rows)
         positions = min(self.max_positions, MAX_ADAPTED_ROWS) if has_adapters else self.max_positions
-        largest = self._at_most(positions // self.padded(rows) - 1)
-        if self.fixed is not None:
+        largest = self._at_most(positions // padded - 1)
+        if self.fixed is not None or not largest:
             return min(largest, self.sizes[-1])
-        expected = sum(drafting)
-        if expected >= (MIN_EXPECTED + rows / ROWS_PER_EXPECTED) * rows:
-            average = expected / len(drafting)
-            chosen = min(largest, self._at_least(round(2 * average if rows <= FEW_ROWS else average) + 1))
-        else:
-            is_due = self._since_drafts + 1 >= max(PROBE_INTERVAL, rows)
-            chosen = min(largest, self._at_least(PROBE_DRAFTS)) if is_due else 0
-        self._since_drafts = 0 if chosen else self._since_drafts + 1
-        return chosen
+        context = sum([seq.num_scheduled_tokens for seq in sequences]) / rows
+        plain = self.costs.milliseconds(padded, 0, context)
+        gaps = self._gaps(drafting, padded)
+        catch_up = sum(gaps) * self.costs.token_ms / CATCH_UP_STEPS
+        best, chosen = (1 + MIN_GAIN) * rows / plain, 0
+        expected = float(rows)
+        for index, survival in enumerate(self.acceptance.survival[:largest]):
+            expected += len(drafting) * survival
+            if index + 1 in self.sizes:
+                rate = expected / (self.costs.milliseconds(padded, index + 1, context) + catch_up)
+                if rate > best:
+                    best, chosen = rate, index + 1
+        if chosen:
+            self._plain_ms = 0.0
+            return chosen
+        return self._probe(padded, context, plain, gaps)
+
+    def _probe(self, rows: int, context: float, plain: float, gaps: list[int]) -> int:
+        """Return the fewest drafts if plain steps have taken long enough to pay for them, else 0."""
+        self._plain_ms += plain
+        size, room = self.sizes[0], PROBE_SHARE * self._plain_ms
+        room -= max(0.0, self.costs.milliseconds(rows, size, context) - plain)
+        needed = min(gaps, default=0)
+        if room < needed * self.costs.token_ms:
+            return 0
+        self._plain_ms = 0.0
+        self.max_catch_up = int(room / self.costs.token_ms) if self.costs.token_ms else None
+        self.acceptance.forget()
+        return size
+
+    def _gaps(self, drafting: Items[Sequence], rows: int) -> list[int]:
+        """Return the number of positions that the draft model lacks of each row, 0 where it can draft at once."""
+        if not self.has_model:
+            return []
+        room = catch_up_tokens(rows) - MAX_GAP
+        stats = [(seq.drafts.model_lag, seq.num_scheduled_tokens - seq.drafts.model_len) for seq in drafting]
+        return [gap if lag > room else 0 for lag, gap in stats]
+
+    def observe(self, drafted: Items[int], accepted: Items[int]) -> None:
+        """Take the drafts of a committed step into account.
+
+        drafted, accepted: number of drafts of each row that may have some, and those accepted. A row for which nothing
+        repeats has none: its first counts as wrong. One for which the draft model had too few positions counts not.
+        """
+        most = len(self.acceptance.survival)
+        tried, right = [0] * most, [0] * most
+        for (count, good), rows in Counter(zip(drafted, accepted, strict=True)).items():
+            if not count:
+                tried[0] += 0 if self.has_model else rows
+            for index in range(min(good + 1, count)):
+                tried[index] += rows
+            for index in range(good):
+                right[index] += rows
+        self.acceptance.observe(tried, right)
 
     def padded(self, rows: int) -> int:
         """Return the padded number of rows of a step; more than `max_positions` if no graph is large enough."""
@@ -91,7 +152,3 @@ class DraftPolicy:
         """Return the largest size that is not above `wanted`, else 0."""
         index = bisect_right(self.sizes, wanted)
         return self.sizes[index - 1] if index else 0
-
-    def _at_least(self, wanted: int) -> int:
-        """Return the smallest size that is not below `wanted`, else the largest."""
-        return self.sizes[min(bisect_left(self.sizes, wanted), len(self.sizes) - 1)]

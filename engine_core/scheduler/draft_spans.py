@@ -6,23 +6,24 @@ makes up for that before its next drafts, and only if it has drafts.
 """
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 from msgspec import structs
 
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import DraftSpan, StepPlan, catch_up_tokens
+from tandem.engine_core.scheduler.draft_policy import MAX_GAP
 from tandem.engine_core.sequence import Sequence
 
-MAX_GAP = 2
-"""Largest number of positions that the draft model lacks after a step with drafts: that of the newest token, and that
-of the last draft if it was accepted."""
 
-
-def with_draft_spans(plan: StepPlan, sequences: Mapping[int, Sequence], num_rows: int, max_tokens: int) -> StepPlan:
+def with_draft_spans(
+    plan: StepPlan, sequences: Mapping[int, Sequence], num_rows: int, max_tokens: int, max_catch_up: int | None
+) -> StepPlan:
     """Add the positions that the draft model has to compute in a step.
 
     num_rows: number of rows of the step's graph; max_tokens: maximum number of positions in all. Each prompt gets at
-    least one, so that the device learns how many positions it has.
+    least one, so that the device learns how many positions it has; max_catch_up: maximum number of positions of decode
+    rows, those that lack fewest first, None for no limit.
     """
     wanted: list[tuple[Sequence, int]] = []
     for row in plan.other_rows:
@@ -32,10 +33,16 @@ def with_draft_spans(plan: StepPlan, sequences: Mapping[int, Sequence], num_rows
     budget, spans = max_tokens - len(wanted), list[DraftSpan]()
     if plan.num_drafts:
         room = catch_up_tokens(num_rows) - MAX_GAP
+        behind: list[tuple[Sequence, int]] = []
         for row in plan.steady_rows:
             seq = sequences[row.seq_id]
             if seq.drafts.model_lag > room and seq.drafts.max_drafts and seq.drafts.model_len < row.start:
-                wanted.append((seq, row.start))
+                behind.append((seq, row.start))
+        if max_catch_up is not None:
+            behind.sort(key=lambda member: member[1] - member[0].drafts.model_len)
+            ends = accumulate([end - seq.drafts.model_len for seq, end in behind])
+            behind = behind[: sum([end <= max_catch_up for end in ends])]
+        wanted += behind
     for seq, end in wanted:
         start = seq.drafts.model_len
         is_prompt = not seq.in_steady_decode

@@ -134,7 +134,8 @@ class Planner:
         if plan is not None and running.adapted:
             plan = structs.replace(plan, has_adapters=True)
         if plan is not None and self.drafts.has_model:
-            plan = with_draft_spans(plan, running.members, self.graph_rows(plan), self.limits.max_step_tokens)
+            limits = self.limits.max_step_tokens, self.drafts.max_catch_up
+            plan = with_draft_spans(plan, running.members, self.graph_rows(plan), *limits)
         return plan if plan is None or states is None else states.with_copies(plan)
 
     def graph_rows(self, plan: StepPlan) -> int:

@@ -270,7 +270,8 @@ class Scheduler:
         held, end = self._held, 0
         client, delta = None, TokenDelta([], [])
         predicted, has_failed = result.predicted or [False] * len(plan.rows), NO_TOKEN in result.tokens
-        has_model = self.planner.drafts.has_model
+        policy = self.planner.drafts
+        has_model, drafted, accepted = policy.has_model, list[int](), list[int]()
         columns = zip(plan.rows, result.counts, result.num_drafts, predicted, strict=True)
         for row, count, num_drafts, is_predicted in columns:
             run = result.tokens[end : end + count]
@@ -302,6 +303,9 @@ class Scheduler:
             scheduled = seq.num_scheduled_tokens + len(seq.tokens) - before - 1
             seq.num_scheduled_tokens = scheduled if scheduled < seq.total_len else seq.kv_len
             stats.observe(num_drafts, count - 1)
+            if stats.max_drafts:
+                drafted.append(num_drafts)
+                accepted.append(count - 1)
             if num_drafts:
                 if has_model:
                     # All accepted drafts but the last of the step were inputs of the draft model.
@@ -310,6 +314,7 @@ class Scheduler:
                 delta.drafts.extend((num_drafts, count - 1, is_predicted))
             if outcome is not None:
                 self.end(seq, outcome)
+        policy.observe(drafted, accepted)
 
     def _commit_single_tokens(
         self, plan: StepPlan, sampled: tuple[ScheduledSequence, ...], tokens: list[int], advanced: Set[int]

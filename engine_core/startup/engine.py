@@ -48,6 +48,7 @@ from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
 from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.draft_costs import DraftCosts
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
@@ -56,6 +57,7 @@ from tandem.engine_core.startup.adapters import build_adapters
 from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.device_memory import dummy_bytes, memory_demand, wait_for_memory, weight_bytes
 from tandem.engine_core.startup.draft_model import resolve_draft
+from tandem.engine_core.startup.draft_timing import measure_draft_costs
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
@@ -177,6 +179,7 @@ def build_engine(
             raise
         raise DeviceBusyError(f"{error}; another process holds memory of the device (nvidia-smi shows it)") from error
     costs = measure_costs(runtime, config, source.model, source.layout)
+    draft_costs = measure_draft_costs(runtime, config)
     log.mark("timing of steps")
     facts = _facts(config, source)
     adapters = None
@@ -186,7 +189,9 @@ def build_engine(
         given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
         adapters = build_adapters(*given)
         log.mark("adapters")
-    engine = _build_loop(config, resolved.groups, runtime, costs, mailbox, constraints, status, facts, adapters)
+    engine = _build_loop(
+        config, resolved.groups, runtime, costs, draft_costs, mailbox, constraints, status, facts, adapters
+    )
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
         text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"
@@ -305,12 +310,12 @@ def scheduler_limits(config: StepConfig) -> SchedulerLimits:
     )
 
 
-def draft_policy(config: StepConfig) -> DraftPolicy:
+def draft_policy(config: StepConfig, costs: DraftCosts | None = None) -> DraftPolicy:
     """Return the choice of the number of drafts of each step."""
     tokens = config.options.speculate_tokens
     fixed = tokens if isinstance(tokens, int) else None
     has_model = config.options.draft_model is not None
-    return DraftPolicy(config.draft_sizes, fixed, config.graph_rows, config.max_step_tokens, has_model)
+    return DraftPolicy(config.draft_sizes, fixed, config.graph_rows, config.max_step_tokens, has_model, costs)
 
 
 def _build_loop(
@@ -318,6 +323,7 @@ def _build_loop(
     kv_groups: tuple[KVGroup, ...],
     runtime: TorchRuntime,
     costs: StepCosts,
+    draft_costs: DraftCosts | None,
     mailbox: Mailbox,
     constraints: Constraints,
     status: Status,
@@ -327,7 +333,7 @@ def _build_loop(
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
     memory = _kv_manager(config, kv_groups, bool(runtime.kv.recurrent))
-    drafts = draft_policy(config)
+    drafts = draft_policy(config, draft_costs)
     # As in vLLM, a series for each position exists from the start.
     stats.spec_decode_num_accepted_tokens_per_pos = dict.fromkeys(map(str, range(drafts.most)), 0)
     rows, limits = RowGate(config.max_rows), scheduler_limits(config)

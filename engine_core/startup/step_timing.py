@@ -171,7 +171,7 @@ def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, 
         calls = [decode.forward.replay, decode.sampling[Mode.GREEDY].replay]
     if again:
         calls[0]()
-    return _milliseconds(runtime, *calls)
+    return milliseconds(runtime, *calls)
 
 
 def fill_inputs(runtime: TorchRuntime, bucket: GraphBucket) -> None:
@@ -255,7 +255,7 @@ def _longest_step(config: StepConfig) -> StepPlan:
 
 def _time_step(runtime: TorchRuntime, plan: StepPlan) -> tuple[int, float]:
     """Return the positions of a step, and the milliseconds that it takes."""
-    return plan.total_tokens, _milliseconds(runtime, lambda: run_step(runtime, 0, plan))
+    return plan.total_tokens, milliseconds(runtime, lambda: run_step(runtime, 0, plan))
 
 
 def _time_state_copies(runtime: TorchRuntime) -> float:
@@ -287,7 +287,7 @@ def _sizes(largest: int) -> list[int]:
     return [*sorted({size for size in sizes if size < largest}), largest]
 
 
-def _milliseconds(runtime: TorchRuntime, *calls: Callable[[], None]) -> float:
+def milliseconds(runtime: TorchRuntime, *calls: Callable[[], None]) -> float:
     """Time calls on the device."""
     begun, ended = runtime.device.instant(), runtime.device.instant()
     begun.record()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.engine_core.engine import Engine
+from tandem.engine_core.scheduler.draft_costs import DraftCosts
 from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import new_stats
@@ -32,6 +33,9 @@ class DrivenEngine:
     def build(cls, options: EngineOptions, new_parts: Callable[[str], DeviceParts] = open_parts) -> "DrivenEngine":
         mailbox = FakeMailbox()
         engine = build_engine(options, mailbox, Status(EPOCH, new_stats()), new_parts)
+        drafts = engine.scheduler.planner.drafts
+        # What a test sees must not depend on the speed of the machine.
+        drafts.costs = DraftCosts.assumed(drafts.sizes, drafts.has_model)
         mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "test")))
         return cls(engine, mailbox)
 

@@ -1,0 +1,57 @@
+"""The duration of steps that verify drafts, as measured at the start."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+
+VERIFY_SHARE, ROWS_PER_SHARE, PASS_SHARE = 0.08, 600, 0.2
+"""Where nothing was measured: the share of a plain step by which verification of any drafts takes longer, the number of
+drafts of all rows that take as long as one more plain step, and the share of a plain step that a pass of a draft model
+takes."""
+
+
+class DraftCosts:
+    """Table of milliseconds by rows and drafts at two lengths of context, with the passes of a draft model."""
+
+    def __init__(
+        self,
+        table: Mapping[tuple[int, int], tuple[float, float]],
+        contexts: tuple[int, int],
+        token_ms: float = 0.0,
+    ) -> None:
+        """Store the measurements.
+
+        table: milliseconds of a step of some rows, with some number of drafts each, 0 for a plain step, at both
+        contexts; it has the same numbers of drafts for all rows; contexts: positions of each row, ascending; token_ms:
+        milliseconds of the draft model per position of a prompt.
+        """
+        self._table = dict(table)
+        self._rows = sorted({rows for rows, _ in table})
+        self._contexts = contexts
+        self.token_ms = token_ms
+
+    @classmethod
+    def assumed(cls, sizes: tuple[int, ...], has_model: bool) -> "DraftCosts":
+        """Return costs relative to a plain step, for steps that were not measured."""
+        table = {(rows, 0): (1.0, 1.0) for rows in (1, 512)}
+        for rows in (1, 512):
+            for size in sizes:
+                cost = 1 + VERIFY_SHARE + rows * size / ROWS_PER_SHARE + PASS_SHARE * size * has_model
+                table[rows, size] = cost, cost
+        return cls(table, (0, 1), PASS_SHARE / 256 if has_model else 0.0)
+
+    def milliseconds(self, rows: int, drafts: int, context: float) -> float:
+        """Return the expected duration of a step.
+
+        Between the measured rows and contexts it lies on a line; beyond them, it goes on with the last. drafts: a
+        number of the table; context: average positions of a row.
+        """
+        known = self._rows
+        above = min(max(bisect_left(known, rows), 1), len(known) - 1)
+        low, high = known[max(0, above - 1)], known[above]
+        at_low, at_high = (self._at(size, drafts, context) for size in (low, high))
+        return at_low if high == low else at_low + (at_high - at_low) * (rows - low) / (high - low)
+
+    def _at(self, rows: int, drafts: int, context: float) -> float:
+        short, long = self._table[rows, drafts]
+        first, last = self._contexts
+        return short + (long - short) * max(0.0, context - first) / max(1, last - first)

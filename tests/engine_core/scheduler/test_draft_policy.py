@@ -1,0 +1,197 @@
+"""The number of drafts of a step: its limits, and simulations against each fixed number."""
+
+import random
+from typing import Literal
+
+import pytest
+
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.graph_sizes import DRAFT_SIZES, MAX_VERIFY_POSITIONS, decode_rows, draft_sizes
+from tandem.engine_core.scheduler.acceptance import Acceptance
+from tandem.engine_core.scheduler.draft_costs import DraftCosts
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
+from tandem.engine_core.sequence import Sequence
+from tests.support.scheduling import sequence
+
+ROWS = (1, 8, 32, 64, 128, 256)
+PLAIN = dict(zip(ROWS, (4.0, 4.1, 4.5, 5.2, 6.8, 10.9), strict=True))
+"""Milliseconds of a step of an 8B model on an H200, about."""
+
+
+def table(pass_ms: float) -> dict[tuple[int, int], tuple[float, float]]:
+    """Costs that grow with the positions of a step; long contexts cost a plain step more, but not each draft."""
+    found = {}
+    for rows in ROWS:
+        for size in (0, *DRAFT_SIZES):
+            positions = rows * (1 + size)
+            verify = PLAIN[rows] * (1 + 0.05 * (size > 0)) + max(0.0, positions - 200) * 0.021 * (size > 0)
+            short = verify + size * (pass_ms + rows * 0.003)
+            found[rows, size] = short, short + rows * 0.04
+    return found
+
+
+def rows_of(count: int, context: int = 400) -> list[Sequence]:
+    found = [sequence(number) for number in range(count)]
+    for seq in found:
+        seq.drafts.max_drafts, seq.num_scheduled_tokens, seq.drafts.model_len = 7, context, context
+    return found
+
+
+class Simulation:
+    """Steps of rows whose drafts are accepted with given probabilities, one step behind as in a pipeline."""
+
+    def __init__(self, policy: DraftPolicy, rows: int, probability: float, seed: int = 0) -> None:
+        self.policy, self.rows, self.probability = policy, rows, probability
+        self.rng = random.Random(seed)
+        self.sequences = rows_of(rows)
+        self.pending: list[tuple[list[int], list[int]]] = []
+
+    def run(self, steps: int, fixed: int | None = None) -> float:
+        """Return the tokens per millisecond."""
+        tokens, milliseconds = 0, 0.0
+        for _ in range(steps):
+            drafts = self.policy.choose(self.sequences) if fixed is None else fixed
+            accepted = [self._accepted(drafts) for _ in range(self.rows)]
+            tokens += self.rows + sum(accepted)
+            milliseconds += self.policy.costs.milliseconds(self.rows, drafts, 400)
+            if drafts and fixed is None:
+                self.pending.append(([drafts] * self.rows, accepted))
+            while len(self.pending) > 1 or (self.pending and not drafts):
+                self.policy.observe(*self.pending.pop(0))
+        return tokens / milliseconds
+
+    def _accepted(self, drafts: int) -> int:
+        return next((index for index in range(drafts) if self.rng.random() >= self.probability), drafts)
+
+
+def policy_of(pass_ms: float, has_model: bool = True) -> DraftPolicy:
+    costs = DraftCosts(table(pass_ms), (400, 4000), 0.004 * has_model)
+    return DraftPolicy(DRAFT_SIZES, None, ROWS, has_model=has_model, costs=costs)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("probability", [0.0, 0.2, 0.5, 0.8, 0.95, 1.0])
+def test_the_chosen_number_is_about_as_good_as_the_best(rows: int, probability: float) -> None:
+    """Of all fixed numbers, in the long run; of tokens per millisecond that each would give."""
+    policy = policy_of(0.9)
+    steps = 4000 // rows + 1500
+    simulation = Simulation(policy, rows, probability)
+    simulation.run(100)
+    found = simulation.run(steps)
+    sizes = [size for size in (0, *DRAFT_SIZES) if rows * (1 + size) <= MAX_VERIFY_POSITIONS]
+    expected = []
+    for size in sizes:
+        tokens = sum(probability**index for index in range(size + 1))
+        expected.append(rows * tokens / policy.costs.milliseconds(rows, size, 400))
+    assert found >= 0.975 * max(expected)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("has_model", [True, False])
+def test_drafts_that_are_never_right_cost_less_than_a_percent(rows: int, has_model: bool) -> None:
+    policy = policy_of(0.9 if has_model else 0.01, has_model)
+    simulation = Simulation(policy, rows, 0.0)
+    simulation.run(60)
+    assert simulation.run(3000) >= 0.99 * rows / policy.costs.milliseconds(rows, 0, 400)
+
+
+def test_drafts_that_become_right_are_found_and_those_that_become_wrong_are_given_up() -> None:
+    simulation = Simulation(policy_of(0.9), 1, 0.0)
+    simulation.run(500)
+    simulation.probability = 0.9
+    slow = simulation.run(1500)
+    assert slow > 1.3 / PLAIN[1]
+    simulation.probability = 0.0
+    simulation.run(60)
+    assert simulation.run(1000) >= 0.99 / PLAIN[1]
+
+
+class TestLimits:
+    @pytest.mark.parametrize("rows", [1, 64, 65, 85, 86, 128, 129, 170, 171, 256, 257])
+    @pytest.mark.parametrize("fixed", [None, 7])
+    def test_a_step_has_a_limited_number_of_positions(self, rows: int, fixed: int | None) -> None:
+        costs = DraftCosts({(size, drafts): (1.0, 1.0) for size in (1, 512) for drafts in (0, *DRAFT_SIZES)}, (0, 1))
+        drafts = DraftPolicy(DRAFT_SIZES, fixed, costs=costs).choose(rows_of(rows))
+        fitting = [size for size in DRAFT_SIZES if rows * (1 + size) <= MAX_VERIFY_POSITIONS]
+        assert drafts == max(fitting, default=0), "where drafts cost nothing"
+
+    def test_no_step_verifies_drafts_of_more_rows_than_graphs_hold(self) -> None:
+        policy = DraftPolicy((1, 2, 3), 3, row_counts=(1, 4))
+        assert [policy.choose(rows_of(rows)) for rows in (0, 3, 4, 5)] == [0, 3, 3, 0]
+
+    @pytest.mark.parametrize("tokens", ["auto", 1, 4, 7])
+    @pytest.mark.parametrize("graph_rows", [decode_rows(None, 256), (1, 8, 96)])
+    def test_every_step_with_drafts_fits_a_graph(
+        self, tokens: int | Literal["auto"], graph_rows: tuple[int, ...]
+    ) -> None:
+        """One that fits none would run eagerly, at a fraction of the speed."""
+        sizes, sequences = draft_sizes("ngram", tokens), rows_of(graph_rows[-1])
+        config = StepConfig(
+            model_name="x", device="cuda", dtype="bfloat16", depth=2, max_rows=256, max_len=4096, max_step_tokens=8192,
+            prefill_chunk=512, page_size=16, max_waiting=8, graph_rows=graph_rows, draft_sizes=sizes, max_adapters=8,
+        )  # fmt: skip
+        for accepted in range(8):
+            policy = DraftPolicy(sizes, None if tokens == "auto" else tokens, graph_rows)
+            policy.observe([7] * 50, [accepted] * 50) if sizes[-1] == 7 else None
+            for rows in range(1, len(sequences) + 1):
+                padded = next(size for size in graph_rows if size >= rows)
+                for adapted, shapes in ((False, config.verify_shapes), (True, config.adapted_verify_shapes)):
+                    chosen = {policy.choose(sequences[:rows], adapted) for _ in range(3)} - {0}
+                    assert all((padded, drafts) in shapes for drafts in chosen)
+
+    def test_rows_without_drafts_count_as_rows_of_the_step(self) -> None:
+        """A step has to gain enough for all."""
+        policy = DraftPolicy(DRAFT_SIZES)
+        policy.observe([7] * 20, [7] * 20)
+        others = rows_of(400)
+        for seq in others:
+            seq.drafts.max_drafts = 0
+        assert policy.choose([*others[:3], *rows_of(1)]) == 7
+        assert policy.choose(others) == 0
+        assert policy.choose([*others[:60], *rows_of(1)]) == 0
+
+    def test_no_step_has_more_positions_than_steps_may_have(self) -> None:
+        policy = DraftPolicy(DRAFT_SIZES, 7, max_positions=32)
+        assert [policy.choose(rows_of(rows)) for rows in (4, 5, 8, 16, 17)] == [7, 5, 3, 1, 0]
+
+
+class TestCatchUp:
+    def test_a_probe_lets_only_as_many_rows_draft_as_it_can_pay_for(self) -> None:
+        policy = policy_of(0.9)
+        for _ in range(40):
+            policy.observe([1] * 20, [0] * 20)
+        sequences = rows_of(8)
+        for number, seq in enumerate(sequences):
+            seq.drafts.model_lag, seq.drafts.model_len = 100, 400 - 100 * (1 + number % 4)
+        found = [(policy.choose(sequences), policy.max_catch_up) for _ in range(400)]
+        probes = [(index, limit) for index, (drafts, limit) in enumerate(found) if drafts]
+        assert len(probes) >= 2 and all(limit is not None and 100 <= limit < 800 for _, limit in probes)
+        spent = sum(policy.costs.milliseconds(8, 1, 400) - PLAIN[8] + 0.004 * (limit or 0) for _, limit in probes)
+        assert spent <= 0.01 * 400 * PLAIN[8]
+
+    def test_positions_that_the_model_lacks_keep_a_step_plain_that_gains_too_little(self) -> None:
+        policy = policy_of(0.9)
+        policy.observe([3] * 30, [1] * 30)
+        sequences = rows_of(32)
+        assert policy.choose(sequences) > 0
+        for seq in sequences:
+            seq.drafts.model_lag = seq.num_scheduled_tokens = 100_000
+            seq.drafts.model_len = 0
+        assert policy.choose(sequences) == 0
+
+
+def test_estimates_follow_each_position() -> None:
+    acceptance = Acceptance(3, 0.9)
+    for _ in range(200):
+        acceptance.observe([10, 8, 4], [8, 4, 1])
+    assert acceptance.survival == pytest.approx([0.8, 0.4, 0.1], abs=0.01)
+    for _ in range(200):
+        acceptance.observe([10, 0, 0], [5, 0, 0])
+    assert acceptance.survival[0] == pytest.approx(0.5, abs=0.01)
+    assert acceptance.survival[1] == pytest.approx(0.25, abs=0.02), "positions that were not tried follow those before"
+
+
+def test_costs_lie_on_lines_between_the_measured_rows_and_contexts() -> None:
+    costs = DraftCosts({(1, 0): (1.0, 2.0), (4, 0): (4.0, 8.0)}, (100, 200))
+    assert [costs.milliseconds(rows, 0, 100) for rows in (1, 2, 4, 8)] == [1.0, 2.0, 4.0, 8.0]
+    assert [costs.milliseconds(1, 0, context) for context in (0, 100, 150, 200, 300)] == [1.0, 1.0, 1.5, 2.0, 3.0]
