@@ -18,6 +18,7 @@ from tandem.protocol.events import (
     Finished,
     SequenceTimes,
     Started,
+    TokenLogits,
     TokenLogprobs,
 )
 
@@ -37,6 +38,7 @@ class TokenDelta(Struct, frozen=True):
     """Request of each row whose drafts were verified."""
     drafts: list[int] = []
     """Three numbers for each of them, as in `DetailedOutput.drafts`."""
+    logits: list[TokenLogits] = []
 
 
 class StepLogprobs(Struct, frozen=True):
@@ -73,6 +75,9 @@ class StepResult(Struct, frozen=True):
     """Number of drafts of each row that the step verified; empty for a step without drafts (`StepPlan.num_drafts`)."""
     predicted: list[bool] = []
     """For each row, True if its drafts are from the prediction of its request; as long as `num_drafts`."""
+    logits: list[bytes] = []
+    """For each row with `ScheduledSequence.logits`, packed float32 [num_logits, vocab_size], in the plan's order: those
+    of its scored positions, then of its sample."""
 
     def has_one_each(self, rows: int) -> bool:
         """Return True if each row that samples has one token, or failed.

@@ -30,6 +30,7 @@ from tandem.protocol.codec import ID_BYTES, unpack_floats, unpack_ids
 from tandem.protocol.commands import (
     MAX_NAME_BYTES,
     MAX_PRIORITY,
+    MAX_VERIFIED,
     Abort,
     AnyCommand,
     EndSession,
@@ -335,6 +336,7 @@ class Control:
         most = min(MAX_TOP_LOGPROBS, self.model.vocab_size)
         for name, top in (("logprobs", submit.logprobs), ("prompt_logprobs", submit.prompt_logprobs)):
             _require(top is None or 0 <= top <= most, f"{name} is {top}, 0 to {most}")
+        _check_verified(submit, len(prompt))
         _check_scheduling(submit)
         self._check_context(len(prompt), params.max_tokens)
         end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
@@ -374,6 +376,17 @@ class Control:
         for token in ids:
             if not 0 <= token < self.model.vocab_size:
                 raise RequestError(ErrorCode.INVALID_VALUE, _outside(what, token, self.model.vocab_size))
+
+
+def _check_verified(submit: Submit, prompt_len: int) -> None:
+    """Raise RequestError unless the prompt has a token before those to verify, and their results are reported."""
+    count, most = submit.num_verified, min(MAX_VERIFIED, prompt_len - 1)
+    if count or submit.logits:
+        _require(1 <= count <= most, f"num_verified is {count}, 1 to {most}")
+        _require(submit.prompt_logprobs is not None, "verified tokens need prompt_logprobs")
+        _require(
+            submit.sampling.max_tokens == 1, f"verified tokens with max_tokens {submit.sampling.max_tokens}, not 1"
+        )
 
 
 def _kept(submit: Submit, prediction: bytes) -> Submit:

@@ -42,11 +42,25 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     first_page: int = 0
     """Index of the first new page of each group in the row's page table."""
     prompt_logprob_ids: bytes = b""
-    """Packed int32 ids of the prompt tokens that follow the row's first positions, if their log-probabilities are
-    wanted."""
+    """Packed int32 ids of the prompt tokens that follow the row's positions from `num_unscored` on, if their
+    log-probabilities are wanted."""
     skipped: int = 0
     """Number of positions before `start` that no row of the sequence computes, because their KV was cached; `tokens`
     begins with their ids."""
+    num_unscored: int = 0
+    """Number of the row's positions before the first of `prompt_logprob_ids`."""
+    logits: bool = False
+    """True to return the logits of the scored positions, and of the last one if it is sampled."""
+
+    @property
+    def num_scored(self) -> int:
+        """Number of `prompt_logprob_ids`."""
+        return len(self.prompt_logprob_ids) // 4
+
+    @property
+    def num_logits(self) -> int:
+        """Number of positions whose logits are returned."""
+        return self.num_scored + self.samples if self.logits else 0
 
     @property
     def end(self) -> int:

@@ -23,6 +23,7 @@ class CacheState:
         "cuts",
         "depth",
         "is_stale",
+        "is_truncated",
         "matched",
         "matched_epoch",
         "namespace",
@@ -56,6 +57,8 @@ class CacheState:
     """Ends of chunks at which a checkpoint of the recurrent state is to be saved, ascending; not the prompt's end."""
     is_stale: bool
     """True if the weights have changed since the sequence began to compute its KV: it is not shared from then on."""
+    is_truncated: bool
+    """True if KV was dropped by `KVManager.truncate`: the row's recurrent state covers more tokens than the KV."""
     restart: int
     """Position at which a preempted sequence can continue from its own checkpoint; 0: at none."""
     awaited_state: tuple[int, int]
@@ -69,7 +72,7 @@ class CacheState:
         self.start = self.depth = 0
         self.pending_key = self.awaited_key = b""
         self.num_cached_tokens = 0
-        self.is_stale = False
+        self.is_stale = self.is_truncated = False
         self.cuts, self.restart, self.awaited_state, self.states_epoch = [], 0, (-1, 0), -1
 
 
@@ -165,6 +168,7 @@ class Sequence:
         "adapter",
         "arrival",
         "cache",
+        "cacheable_len",
         "client",
         "compiling",
         "constraint",
@@ -205,6 +209,8 @@ class Sequence:
     reads are copied into attributes of the sequence."""
     total_len: int
     """Largest number of tokens that the sequence can ever have."""
+    cacheable_len: int
+    """Number of tokens whose KV the prefix cache may hold: those before verified ones, or all."""
     cache: CacheState
     """State of the sequence in the prefix cache."""
     device: DeviceState
@@ -257,6 +263,7 @@ class Sequence:
         self.tokens = prompt
         self.prompt_len = len(prompt)
         self.total_len = len(prompt) + submit.sampling.max_tokens
+        self.cacheable_len = self.total_len if not submit.num_verified else self.prompt_len - submit.num_verified
         self.end_ids = end_ids
         self.arrival = self.queued_at = arrival
         self.constraint: Constraint | None = None
@@ -290,9 +297,7 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True if log-probabilities of the prompt are wanted: then all its positions are computed, because the prefix
-        cache does not hold them.
-        """
+        """True if log-probabilities of the prompt are wanted, or of its verified tokens."""
         return self.submit.prompt_logprobs is not None
 
     @property
@@ -303,6 +308,21 @@ class Sequence:
         """
         failed = isinstance(self.outcome, Failure) and self.outcome.code is ErrorCode.MODEL_FAILED
         return failed or self.cache.is_stale
+
+    @property
+    def ignores_cache(self) -> bool:
+        """True if all positions of the prompt are computed: the prefix cache has no log-probabilities of its tokens."""
+        return self.submit.prompt_logprobs is not None and not self.submit.num_verified
+
+    @property
+    def first_scored(self) -> int:
+        """Position of the first prompt token whose log-probability is wanted, if any is."""
+        return self.cacheable_len if self.submit.num_verified else 1
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the model failed: the KV that the sequence computed may hold NaN."""
+        return isinstance(self.outcome, Failure) and self.outcome.code is ErrorCode.MODEL_FAILED
 
     @property
     def pending(self) -> int:

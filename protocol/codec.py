@@ -15,7 +15,7 @@ import msgspec
 
 from tandem.protocol.commands import AnyCommand
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import AnyEvent, DetailedOutput, SequenceTimes, StepOutput, TokenLogprobs
+from tandem.protocol.events import AnyEvent, DetailedOutput, SequenceTimes, StepOutput, TokenLogits, TokenLogprobs
 
 ID_BYTES = 4
 """Bytes of one token id, or of one float, on the wire."""
@@ -135,11 +135,18 @@ def runs(output: StepOutput) -> Iterable[tuple[int, list[int]]]:
 
 
 def with_details(
-    output: StepOutput, times: list[SequenceTimes], drafted: Sequence[int] = (), drafts: Sequence[int] = ()
+    output: StepOutput,
+    times: list[SequenceTimes],
+    drafted: Sequence[int] = (),
+    drafts: Sequence[int] = (),
+    logits: Sequence[TokenLogits] = (),
 ) -> DetailedOutput:
-    """Return an output with the times of sequences, and with the columns `drafted` and `drafts`."""
+    """Return an output with the times of sequences, the columns `drafted` and `drafts`, and logits."""
     columns = output.request_ids, output.counts, output.tokens
-    return DetailedOutput(output.step_id, *columns, times=times, drafted=_pack("Q", drafted), drafts=bytes(drafts))
+    drafted_ids, numbers = _pack("Q", drafted), bytes(drafts)
+    return DetailedOutput(
+        output.step_id, *columns, times=times, drafted=drafted_ids, drafts=numbers, logits=list(logits)
+    )
 
 
 def read_drafts(output: DetailedOutput) -> Iterable[tuple[int, int, int, int]]:

@@ -10,6 +10,8 @@ from tandem.protocol.params import SamplingParams
 MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256
 """Longest session name, cache salt or HTTP request id, in bytes of UTF-8."""
+MAX_VERIFIED = 64
+"""Maximum number of verified tokens of a sequence."""
 MAX_ABORTS = 2**20
 """Maximum number of requests per `Abort`."""
 RENEW_SECONDS = 1.0
@@ -107,6 +109,11 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     `Limits.max_prediction`, further ones are dropped; b"" for none."""
     adapter: str = ""
     """Name of the adapter; "" for the model without one."""
+    num_verified: int = 0
+    """Number of tokens at the end of the prompt that are verified, at most MAX_VERIFIED: `prompt_logprobs` applies to
+    these only, and their KV is dropped once they are computed. 0: `prompt_logprobs` applies to the whole prompt."""
+    logits: bool = False
+    """True to report the logits of the verified tokens and of the token after them."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

@@ -135,6 +135,16 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     and their int32 ids. Of equal values the lowest id comes first."""
 
 
+class TokenLogits(Struct, frozen=True, array_like=True):
+    """Logits of consecutive tokens of one sequence, before bias, penalties, temperature, truncation and masks."""
+
+    request_id: int
+    start: int
+    """Position of the first token in the sequence."""
+    rows: bytes
+    """Packed little-endian float32 [tokens, vocab_size]: each row is the distribution that its token is drawn from."""
+
+
 class Started(Struct, frozen=True, array_like=True):
     """Announcement that a request begins to run with the next step.
 
@@ -203,6 +213,8 @@ class DetailedOutput(StepOutput, frozen=True, array_like=True, tag=7):
     drafts: bytes = b""
     """Three bytes for each of them: the number of its drafts, that of the accepted ones, also behind a token that ended
     the sequence, and 1 if the drafts are from the prediction of the request, else 0."""
+    logits: list[TokenLogits] = field(default_factory=list)
+    """Logits of verified tokens."""
 
 
 class Phase(StrEnum):

@@ -134,7 +134,9 @@ class KVManager:
         which groups with a window need pages of all positions.
         """
         windows = (None,) * self.num_groups if whole else self._windows
-        needed = held_pages(windows, seq.kv_len, self._page_size, self._max_lead)
+        # The pages that a match at the end of the cacheable tokens needs are held while verified ones are computed.
+        lead = self._max_lead + seq.submit.num_verified
+        needed = held_pages(windows, seq.kv_len, self._page_size, lead)
         if needed > self.pages.total:
             max_tokens = seq.total_len - seq.prompt_len
             raise RequestError(
@@ -172,7 +174,7 @@ class KVManager:
         tree, cache = self.tree, seq.cache
         if self.states is not None:
             return self._waits_for_state(seq, self.states)
-        if tree is None or not self.pending or seq.needs_prompt_logprobs:
+        if tree is None or not self.pending or seq.ignores_cache:
             return False
         if cache.awaited_key not in self.pending or not tree.is_current(cache.matched, cache.matched_epoch):
             path = self._walk(seq)
@@ -185,7 +187,7 @@ class KVManager:
     def _waits_for_state(self, seq: Sequence, states: StateCache) -> bool:
         """Return whether a waiting sequence could begin later in its prompt with a checkpoint that is expected."""
         cache = seq.cache
-        if not states.are_expected or seq.needs_prompt_logprobs:
+        if not states.are_expected or seq.ignores_cache:
             return False
         if cache.states_epoch == states.epoch and states.blocks(seq):
             return True
@@ -237,7 +239,7 @@ class KVManager:
             cache.matched, cache.matched_epoch = [], -1
         if tree is not None:
             tree.touch(cache.start)
-            if not (seq.preemptions or seq.needs_prompt_logprobs):
+            if not (seq.preemptions or seq.ignores_cache):
                 self.num_queried_tokens += known
                 self._count_hit(seq, start)
         if seq.submit.session:
@@ -258,7 +260,7 @@ class KVManager:
         a checkpoint as well.
         """
         tree, cache, states = self.tree, seq.cache, self.states
-        if tree is None or cache.is_stale or seq.needs_prompt_logprobs:
+        if tree is None or cache.is_stale or seq.ignores_cache:
             return
         if states is not None and cache.states_epoch == states.epoch:
             return
@@ -371,7 +373,7 @@ class KVManager:
         if self.tree is not None and not seq.cache.is_stale:
             self._release_own(seq, self._publish(seq))
             self._register_pending(seq)
-            if row.start < seq.prompt_len <= row.end:
+            if row.start < min(seq.prompt_len, seq.cacheable_len) <= row.end:
                 self._mark_prompt(seq)
             if self.states is not None:
                 self.states.on_computed(seq, row)
@@ -406,6 +408,42 @@ class KVManager:
             path = seq.cache.nodes
             self._mark(path)
         self.sessions.end_turn(seq.submit.session, seq.id, now, path)
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Drop the KV of a sequence from position `length` on, the draft model's as well.
+
+        Its own pages behind that position become free. Nodes of the prefix cache behind it lose a reader; they keep
+        their pages, for others and for later matches. The sequence keeps less than `length` positions where that
+        position is inside a node's page, which is never written again, and none where a window has passed the pages
+        that the position attends to. With recurrent layers the sequence must have its outcome, as its row has the later
+        state.
+        """
+        assert length >= 0 and (self.states is None or seq.outcome is not None), f"{seq} truncated to {length}"
+        if not seq.pages or length >= seq.num_scheduled_tokens:
+            return
+        size, nodes = self._page_size, seq.cache.nodes
+        if length < len(nodes) * size:
+            length = length // size * size
+        firsts, needed = seq.first_pages, self._tail_starts(length // size)
+        if any(first > start for first, start in zip(firsts, needed, strict=True)):
+            length, needed = 0, [0] * len(needed)
+        depth, num_pages = min(len(nodes), length // size), ceil_div(length, size)
+        own: list[int] = []
+        for first, table in self._own_tables(seq):
+            own += table[max(first, num_pages) :]
+            del table[num_pages:]
+        if self.tree is not None and depth < len(nodes):
+            self.tree.unlock(nodes[depth:], [max(0, first - depth) for first in firsts])
+            self.epoch += 1
+            del nodes[depth:]
+            seq.cache.start = _last(nodes)
+        seq.first_pages = [min(first, start) for first, start in zip(firsts, needed, strict=True)]
+        self._release_own(seq, own)
+        seq.num_scheduled_tokens, seq.cache.is_truncated = length, True
+        seq.drafts.model_len = min(seq.drafts.model_len, length)
+        seq.remap(num_pages)
+        if not (seq.outcome or seq.cache.is_stale):
+            self._register_pending(seq)
 
     def release(self, seq: Sequence) -> None:
         """Take all pages back from a sequence that no step in flight holds.
@@ -503,7 +541,7 @@ class KVManager:
 
         The position of the sequence is a lower bound (I9): samples in flight do not count.
         """
-        full = min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size
+        full = min(seq.num_scheduled_tokens, len(seq.tokens), seq.cacheable_len) // self._page_size
         for number, _, tail in self._tails:
             self._give_up(seq, number, full - tail)
 
@@ -530,8 +568,8 @@ class KVManager:
         So is the last page that the same prompt can match, and the one before it: the next turn of a chat may leave out
         the last tokens of the template.
         """
-        nodes, size = seq.cache.nodes, self._page_size
-        for depth in range(max(1, (seq.prompt_len - 1) // size - 1), seq.prompt_len // size + 1):
+        nodes, size, end = seq.cache.nodes, self._page_size, min(seq.prompt_len, seq.cacheable_len)
+        for depth in range(max(1, (end - 1) // size - 1), end // size + 1):
             self._mark(nodes[:depth])
 
     def _mark(self, path: list[int]) -> None:
@@ -579,9 +617,10 @@ class KVManager:
     def _max_cached_pages(self, seq: Sequence) -> int:
         """Return the largest number of cached pages that a sequence may use.
 
-        Its last known token is never taken from the cache: computing it yields the next token.
+        Its last known token is never taken from the cache, nor is the one before its verified tokens: computing it
+        yields the distribution of the next token.
         """
-        return (len(seq.tokens) - 1) // self._page_size
+        return (min(len(seq.tokens), seq.cacheable_len) - 1) // self._page_size
 
     def _walk(self, seq: Sequence) -> list[int]:
         """Resume the search for the cached tokens of a sequence; return the path of nodes that hold them.
@@ -589,7 +628,7 @@ class KVManager:
         Nodes evicted since the path was found are dropped from it first.
         """
         tree, cache = self.tree, seq.cache
-        if tree is None or seq.needs_prompt_logprobs:
+        if tree is None or seq.ignores_cache:
             return []
         path = cache.matched
         tree.prune(path, cache.matched_epoch)
@@ -617,7 +656,8 @@ class KVManager:
             return []
         duplicates: list[int] = []
         first, parent = len(nodes), _last(nodes)
-        full = first + self._room_for_nodes(min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size - first)
+        known = min(seq.num_scheduled_tokens, len(seq.tokens), seq.cacheable_len)
+        full = first + self._room_for_nodes(known // self._page_size - first)
         for index in range(first, full):
             parent = tree.insert(tree.key(seq.cache.namespace, seq.tokens, index, parent), parent)
             nodes.append(parent)
@@ -680,7 +720,8 @@ class KVManager:
         """Register the page that a sequence computes next, if all its tokens are known."""
         self.pending.remove(seq)
         index = len(seq.cache.nodes)
-        if self.tree is not None and self.states is None and (index + 1) * self._page_size <= len(seq.tokens):
+        known = min(len(seq.tokens), seq.cacheable_len)
+        if self.tree is not None and self.states is None and (index + 1) * self._page_size <= known:
             key = self.tree.key(seq.cache.namespace, seq.tokens, index, _last(seq.cache.nodes))
             self.pending.register(seq, key)
 

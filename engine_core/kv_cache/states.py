@@ -12,7 +12,7 @@ multiple of the interval below the row's length. So a checkpoint is a copy of th
 - at the end of a turn, unless the base covers tokens that are not known yet;
 - where the pages match further than the checkpoints: other prompts evidently have the same beginning;
 - also before the end of a long prompt, if the state at the end covers some of the last TEMPLATE_TOKENS: the next turn
-  may leave these out, and could not continue from it;
+  may leave these out, and could not continue from it; likewise before the verified tokens of a long prompt;
 - when a sequence is preempted, as a private checkpoint; until then the base of its row is one, renewed by each chunk.
 
 Copies are part of steps. A save is executed by the step that is launched next, before its rows change any state: a node
@@ -109,13 +109,14 @@ class StateCache:
 
         start: position at which it begins; matched: position at which its cached pages end.
         """
-        length, grid = len(seq.tokens), self._grid
+        length, grid = min(len(seq.tokens), seq.cacheable_len), self._grid
         if not grid or not self.slots.total:
             return []
         last, cuts = self.covered(length), set()
         if start < matched < last:
             cuts.add((matched + self._interval) // grid * grid)
-        if length == seq.prompt_len and length - last <= TEMPLATE_TOKENS and last - start >= LONG_CHUNKS * grid:
+        is_lost = length == seq.prompt_len and length - last <= TEMPLATE_TOKENS
+        if (is_lost or length < seq.prompt_len) and last - start >= LONG_CHUNKS * grid:
             cuts.add((length - 1) // grid * grid)
         return sorted(cut for cut in cuts if start < self.covered(cut))
 
@@ -182,8 +183,8 @@ class StateCache:
                 self.forget(node)
         if seq.outcome is not None:
             self.drop_restart(seq)
-        if seq.is_unshared or not is_loaded:
-            return  # Without its load, the row has another state than the host counts.
+        if seq.is_unshared or not is_loaded or seq.cache.is_truncated:
+            return  # Without its load, or truncated, the row has another state than the host counts.
         position = self.covered(seq.num_scheduled_tokens)
         depth = position // self._tree.page_size
         is_known = 0 < depth <= len(nodes) and nodes[depth - 1] in self.slots
@@ -265,7 +266,8 @@ class StateCache:
 
     def _expected(self, producer: Sequence) -> list[int]:
         """Return the positions of the checkpoints that a running prompt will save."""
-        return [*map(self.covered, producer.cache.cuts), self.covered(producer.prompt_len)]
+        end = min(producer.prompt_len, producer.cacheable_len)
+        return [*map(self.covered, producer.cache.cuts), self.covered(end)]
 
     def audit(self, held: Items[Sequence], waiting: Iterable[Sequence]) -> list[str]:
         """Return the inconsistencies of slots, nodes and copies, one line each.

@@ -28,6 +28,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import Device, StepClock
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
+from tandem.engine_core.runtime.kept_logits import KeptLogits
 from tandem.engine_core.runtime.masks import MaskFiller, index_masks, mask_indices
 from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
@@ -102,6 +103,7 @@ class TorchRuntime:
             s.locations_view[:] = packed.locate_updates()
         s.plan, s.packed, s.bucket, s.graphs, s.sampling = plan, packed, bucket, None, None
         s.num_verified_rows = 0
+        s.kept_logits = KeptLogits(plan) if any(row.logits for row in plan.other_rows) else None
         s.mask_indices = mask_indices(plan) if plan.needs_mask else {}
 
     @torch.inference_mode()
@@ -145,6 +147,8 @@ class TorchRuntime:
         """
         s = self.slots[slot]
         inputs = s.device_inputs[: packed.total]
+        if s.kept_logits is not None:
+            s.kept_logits.clear()
         try:
             with self.device.upload():
                 # Concurrently with the previous step, which reads none of this: it is in another slot.
@@ -229,6 +233,8 @@ class TorchRuntime:
         if s.plan.needs_mask and self.clock is not None:
             self.clock.resume(s.plan.step_id)
         num_words = count
+        if s.kept_logits is not None:
+            s.kept_logits.add_samples(s.logits)  # Before sampling, which may change them.
         if s.plan.num_drafts:
             num_words = self._sample_and_accept(s, s.logits, allowed)
         elif count:
@@ -251,6 +257,8 @@ class TorchRuntime:
             if s.plan.logprobs >= 0:
                 words = _num_record_words(s.plan)
                 s.host_records[:words].copy_(s.records[:words], non_blocking=True)
+            if s.kept_logits is not None:
+                s.kept_logits.copy_to_host(self.device)
             s.copy_done.record()
         s.logits = None
 
@@ -268,7 +276,9 @@ class TorchRuntime:
         if plan.logprobs < 0:
             return StepResult(counts, tokens, milliseconds=milliseconds)
         records = s.host_records[: _num_record_words(plan)].numpy().tobytes()
-        return StepResult(counts, tokens, StepLogprobs(plan.logprobs, records), milliseconds)
+        kept, s.kept_logits = s.kept_logits, None
+        logits = [] if kept is None else kept.take()
+        return StepResult(counts, tokens, StepLogprobs(plan.logprobs, records), milliseconds, logits=logits)
 
     def synchronize(self) -> None:
         self.device.synchronize()
@@ -343,6 +353,8 @@ class TorchRuntime:
             records = _record_view(s.records, count + first, len(chosen), s.plan)
             logits = self.model.logits(hidden[first : first + PROMPT_SLICE])
             self.scorer.run(logits, chosen, s.plan.logprobs, records)
+            if s.kept_logits is not None:
+                s.kept_logits.add_scored(first, logits)
 
     def _sample(self, s: StepSlot, logits: Tensor, allowed: Tensor | None) -> None:
         """Enqueue sampling, by a graph if the forward pass came from one.
@@ -471,7 +483,7 @@ def _num_record_words(plan: StepPlan) -> int:
 
     The layout is described in `StepLogprobs`.
     """
-    records = sum([row.samples + len(row.prompt_logprob_ids) // 4 for row in plan.rows])
+    records = sum([row.samples + row.num_scored for row in plan.rows])
     return records * (1 + plan.num_drafts) * (1 + 2 * plan.logprobs)
 
 

@@ -17,6 +17,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.captured import DecodeGraphs, Graph
 from tandem.engine_core.runtime.device import Device, Event
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
+from tandem.engine_core.runtime.kept_logits import KeptLogits
 from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.staging import Packed
 from tandem.engine_core.sampling.sampler import Mode
@@ -99,6 +100,8 @@ class StepSlot:
     """Graphs that the step can be sampled by; None if its forward pass came from none, or if it has too many samples.
     Those of a step that verifies drafts accept them, too.
     """
+    kept_logits: KeptLogits | None = None
+    """Logits that the step returns, if a row wants some."""
     num_verified_rows: int = 0
     """Rows of a step that verifies drafts, padding included; 0 for another step."""
 

@@ -222,6 +222,7 @@ def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, sample_ca
     if scored:
         ids = [np.frombuffer(r.prompt_logprob_ids, np.int32) for _, r in scored]
         first = slots[[steady + index for index, _ in scored]]
+        first += np.array([r.num_unscored for _, r in scored], dtype=np.int32)
         ranges = [np.arange(len(own), dtype=np.int32) + slot for own, slot in zip(ids, first, strict=True)]
         packed.add("score_index", np.concatenate(ranges))
         packed.add("prompt_logprob_ids", np.concatenate(ids))

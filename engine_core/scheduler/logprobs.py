@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 from tandem.engine_core.contracts import StepLogprobs, StepResult, TokenDelta
 from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.sequence import Sequence
-from tandem.protocol.events import TokenLogprobs
+from tandem.protocol.events import TokenLogits, TokenLogprobs
 
 
 def max_logprobs(seq: Sequence) -> int:
@@ -37,17 +37,44 @@ def add_logprobs(
     logprobs = result.logprobs
     sampled, first_scored = 0, len(result.tokens)
     for row, seq, before, count in zip(rows, sequences, known, result.counts, strict=True):
-        num_scored = len(row.prompt_logprob_ids) // 4
+        num_scored = row.num_scored
         if seq is not None:
-            reported = min(num_scored, max(0, seq.wire.reported_len - row.start))
+            reported = _num_reported(row, seq)
             if num_scored > reported and (top := seq.submit.prompt_logprobs) is not None:
-                first = row.start + reported
+                first = row.start + row.num_unscored + reported
                 _add(deltas, seq, first + 1, top, logprobs, first_scored + reported, num_scored - reported)
             taken = min(count, len(seq.tokens) - before)
             if taken > 0 and (top := seq.submit.logprobs) is not None:
                 _add(deltas, seq, before, top, logprobs, sampled, taken)
         sampled += count
         first_scored += num_scored
+
+
+def add_logits(
+    rows: Items[ScheduledSequence],
+    sequences: Items[Sequence | None],
+    logits: Items[bytes],
+    deltas: dict[bytes, TokenDelta],
+) -> None:
+    """Add the logits that a step returns to the deltas of their clients.
+
+    sequences: as in `add_logprobs`; logits: as in `StepResult.logits`.
+    """
+    wanted = [(row, seq) for row, seq in zip(rows, sequences, strict=True) if row.logits]
+    for (row, seq), own in zip(wanted, logits, strict=True):
+        if seq is None or not own:
+            continue
+        reported = _num_reported(row, seq)
+        if reported < row.num_logits:
+            first = row.start + row.num_unscored + 1 if row.num_scored else row.end
+            new = own[len(own) // row.num_logits * reported :]
+            delta = deltas.setdefault(seq.client, TokenDelta([], []))
+            delta.logits.append(TokenLogits(seq.request_id, first + reported, new))
+
+
+def _num_reported(row: ScheduledSequence, seq: Sequence) -> int:
+    """Return the number of a row's scored positions that were reported before a preemption."""
+    return min(row.num_scored, max(0, seq.wire.reported_len - row.start - row.num_unscored))
 
 
 def _add(

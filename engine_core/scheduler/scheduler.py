@@ -15,7 +15,7 @@ from tandem.engine_core.scheduler.admission import Admission, RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, StepMasks, append_tokens, check_stop, jump_forward
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.draft_spans import note_positions, note_spans
-from tandem.engine_core.scheduler.logprobs import add_logprobs
+from tandem.engine_core.scheduler.logprobs import add_logits, add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import QueuedPrompts, RunningSequences, WaitingQueue, queue_full
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork
@@ -239,6 +239,8 @@ class Scheduler:
                 self._commit_run(row, run, row.row in advanced)
         if result.logprobs is not None:
             add_logprobs(plan.rows, live, known, result, self.updates.deltas)
+            if result.logits:
+                add_logits(plan.rows, live, result.logits, self.updates.deltas)
         if self._preempting:
             self._requeue()
         return self.take_updates()
@@ -443,6 +445,8 @@ class Scheduler:
         self.updates.ended.append(seq)
         self._masks.drop(seq.id)
         self._running.remove(seq)
+        if seq.submit.num_verified:
+            self.memory.truncate(seq, seq.cacheable_len)
         if seq.submit.session:
             self.memory.end_turn(seq, self._now)
         if self.compiling.pop(seq.id, None) is not None:

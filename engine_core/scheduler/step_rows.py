@@ -16,6 +16,8 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
     end = start + length
     first = min(start, seq.device.uploaded_len) if start < seq.device.upload_end else start
     needs_logprobs = seq.needs_prompt_logprobs and seq.wire.reported_len < seq.prompt_len
+    scored = max(start + 1, seq.first_scored) if needs_logprobs else seq.prompt_len
+    scored_ids = seq.tokens[scored : min(end + 1, seq.prompt_len)]
     return ScheduledSequence(
         seq.id,
         seq.row,
@@ -27,7 +29,9 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
         new_pages=memory.unmapped_pages(seq, memory.row_end(seq, length)),
         first_page=seq.device.num_mapped_pages,
         skipped=start - first,
-        prompt_logprob_ids=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if needs_logprobs else b"",
+        prompt_logprob_ids=scored_ids.tobytes(),
+        num_unscored=scored - start - 1 if scored_ids else 0,
+        logits=seq.submit.logits and end >= seq.cacheable_len,
     )
 
 

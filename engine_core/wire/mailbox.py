@@ -193,6 +193,8 @@ class ZmqMailbox:
         box.tokens += delta.tokens
         if delta.logprobs:
             box.add_logprobs(delta.logprobs)
+        if delta.logits:
+            box.add_logits(delta.logits)
         if delta.drafted:
             box.drafted += delta.drafted
             box.drafts += delta.drafts

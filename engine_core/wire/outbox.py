@@ -6,6 +6,7 @@ from tandem.protocol.events import (
     Finished,
     SequenceTimes,
     Started,
+    TokenLogits,
     TokenLogprobs,
 )
 
@@ -28,7 +29,18 @@ class Outbox:
     """
 
     __slots__ = (
-        *("drafted", "drafts", "failures", "finished", "logprobs", "request_ids", "started", "times", "tokens"),
+        *(
+            "drafted",
+            "drafts",
+            "failures",
+            "finished",
+            "logits",
+            "logprobs",
+            "request_ids",
+            "started",
+            "times",
+            "tokens",
+        ),
         *("_logprob_bytes", "_refused_at", "unsent"),
     )
 
@@ -36,6 +48,7 @@ class Outbox:
         self.request_ids: list[int] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.logits: list[TokenLogits] = []
         self.finished: list[Finished] = []
         self.failures: list[Failure] = []
         self.started: list[Started] = []
@@ -51,7 +64,7 @@ class Outbox:
     @property
     def has_new(self) -> bool:
         """True if there is output besides the unsent message."""
-        columns = (self.request_ids, self.finished, self.failures, self.logprobs, self.started, self.times)
+        columns = (self.request_ids, self.finished, self.failures, self.logprobs, self.logits, self.started, self.times)
         return any(columns)
 
     @property
@@ -66,6 +79,11 @@ class Outbox:
         """Append log-probabilities."""
         self.logprobs += logprobs
         self._logprob_bytes += sum([len(part.lines) + _EVENT_BYTES for part in logprobs])
+
+    def add_logits(self, logits: list[TokenLogits]) -> None:
+        """Append logits."""
+        self.logits += logits
+        self._logprob_bytes += sum([len(part.rows) + _EVENT_BYTES for part in logits])
 
     def record_send(self, sent: bool, now: float) -> None:
         """Record whether a message was taken, at a time in seconds."""
@@ -85,13 +103,13 @@ class Outbox:
     def encode(self, step_id: int) -> bytes:
         """Encode the columns as one message and empty them."""
         output = step_output(step_id, self.request_ids, self.tokens)
-        if self.times or self.drafted:  # a message of another kind, so that others do not grow
-            output = with_details(output, [*self.times], self.drafted, self.drafts)
+        if self.times or self.drafted or self.logits:  # a message of another kind, so that others do not grow
+            output = with_details(output, [*self.times], self.drafted, self.drafts, self.logits)
         output.finished.extend(self.finished)
         output.failures.extend(self.failures)
         output.logprobs.extend(self.logprobs)
         output.started.extend(self.started)
-        events = (self.finished, self.failures, self.logprobs, self.started, self.times)
+        events = (self.finished, self.failures, self.logprobs, self.logits, self.started, self.times)
         for column in (self.request_ids, self.tokens, self.drafted, self.drafts, *events):
             column.clear()
         self._logprob_bytes = 0

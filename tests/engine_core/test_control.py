@@ -293,6 +293,12 @@ REFUSED: list[tuple[Submit, ErrorCode, str]] = [
     *[(submit(choice=bad), INVALID, f"choice is {bad}") for bad in (-1, 2**31)],
     *[(wants(logprobs=bad), INVALID, f"logprobs is {bad}, 0 to 20") for bad in (-1, 21, 2**63)],
     *[(wants(prompt_logprobs=bad), INVALID, f"prompt_logprobs is {bad}, 0 to 20") for bad in (-1, 21)],
+    *[
+        (wants(prompt_logprobs=0, num_verified=bad), INVALID, f"num_verified is {bad}, 1 to 2")
+        for bad in (-1, 3, 2**40)
+    ],
+    (wants(prompt_logprobs=0, logits=True), INVALID, "num_verified is 0, 1 to 2"),
+    (wants(num_verified=2), INVALID, "verified tokens need prompt_logprobs"),
     (submit(max_tokens=MAX_LEN - 2), ErrorCode.CONTEXT_LENGTH, "3 prompt tokens and max_tokens 46 make 49"),
     (submit(max_tokens=2**63), ErrorCode.CONTEXT_LENGTH, "the model's context holds 48"),
     (submit(bytes(2**20)), ErrorCode.CONTEXT_LENGTH, "262144 prompt tokens"),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.protocol.commands import AnyCommand
-from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogprobs
+from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogits, TokenLogprobs
 
 
 class FakeMailbox:
@@ -19,6 +19,7 @@ class FakeMailbox:
         self.replies: list[tuple[bytes, AnyEvent]] = []
         self.received: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         self.logprobs: dict[tuple[bytes, int], list[TokenLogprobs]] = defaultdict(list)
+        self.logits: dict[tuple[bytes, int], list[TokenLogits]] = defaultdict(list)
         self.drafts: dict[tuple[bytes, int], list[tuple[int, int, bool]]] = defaultdict(list)
         """Drafts, right ones, and whether they are from its prediction, for each request and step that verified some.
         """
@@ -69,6 +70,9 @@ class FakeMailbox:
             key = client, part.request_id
             assert key not in self.outcomes, f"log-probabilities for {part.request_id} after its terminal event"
             self.logprobs[key].append(part)
+        for rows in delta.logits:
+            assert (client, rows.request_id) not in self.outcomes, f"logits for {rows.request_id} after its end"
+            self.logits[client, rows.request_id].append(rows)
         columns = (delta.drafted, delta.drafts[::3], delta.drafts[1::3], delta.drafts[2::3])
         for request_id, drafted, accepted, source in zip(*columns, strict=True):
             assert (client, request_id) not in self.outcomes, f"drafts for {request_id} after its terminal event"

@@ -5,6 +5,7 @@ freed, overwritten or never written changes every later token.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from tandem.protocol.codec import pack_floats, pack_ids
@@ -32,6 +33,17 @@ def logprob_record(state: int, token: int, top: int) -> bytes:
     """
     values = [-float((state * 31 + token * 7 + rank) % 100_003) for rank in range(1 + top)]
     return pack_floats(values) + pack_ids([(state + rank) % VOCAB for rank in range(top)])
+
+
+def logits_row(state: int) -> bytes:
+    """Return the fake runtime's logits after a state: one number."""
+    return pack_floats([float(state % 100_003)])
+
+
+def reference_logits(known: Sequence[int], start: int) -> bytes:
+    """Return the logits of the tokens from position `start` on, and of the one after them."""
+    states = list(accumulate(known, fold, initial=0))[1:]
+    return b"".join([logits_row(state) for state in states[start - 1 :]])
 
 
 def reference_records(prompt: Sequence[int], tokens: Sequence[int], top: int) -> list[bytes]:

@@ -15,7 +15,7 @@ from tandem.engine_core.contracts import (
 )
 from tandem.engine_core.plan import PADDING_PAGE, PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tests.fakes.constraint import own
-from tests.fakes.model import choose, fold, logprob_record
+from tests.fakes.model import choose, fold, logits_row, logprob_record
 from tests.fakes.states import FakeStates
 
 
@@ -71,6 +71,7 @@ class FakeRuntime:
         """Rows that were sampled from, by slot."""
         self.results: dict[int, StepResult] = {}
         self.scored: dict[int, list[bytes]] = {}
+        self.logits: dict[int, list[bytes]] = {}
         """Log-probability records of the scored positions of launched steps, by slot."""
         self.states: dict[int, list[tuple[int, list[int]]]] = {}
         """First sampled position of each row of launched steps, and the folded state there and at those of its drafts,
@@ -131,6 +132,7 @@ class FakeRuntime:
             )
             states.append(self._verify(row, plan) if plan.num_drafts else self._forward(row, plan.max_lead))
             scored += self._scored(row, plan.logprobs)
+        self.logits[slot] = [self._logits(row) for row in plan.rows if row.logits]
         self.launched[slot] = plan
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
@@ -154,6 +156,7 @@ class FakeRuntime:
             result = self.results[slot] = self._accept(plan, [state for _, state in sampled], wanted)
             self.sampled_rows[slot] = [row.row for row, run in zip(plan.rows, result.runs(), strict=True) if run]
             self.scored.pop(slot)
+            self.logits.pop(slot)
             return
         tokens = [self._sample(row, *state, wanted.get(row.row)) for row, state in sampled]
         records, logprobs = self.scored.pop(slot), None
@@ -165,7 +168,8 @@ class FakeRuntime:
             logprobs = StepLogprobs(plan.logprobs, b"".join(records))
         self.sampled_rows[slot] = [row.row for row, _ in sampled]
         counts = [int(row.samples) for row in plan.rows]
-        self.results[slot] = StepResult(counts, tokens, logprobs, self.time_of(plan))
+        logits = self.logits.pop(slot)
+        self.results[slot] = StepResult(counts, tokens, logprobs, self.time_of(plan), logits=logits)
 
     def collect(self, slot: int) -> StepResult:
         return self.results.pop(slot)
@@ -313,9 +317,16 @@ class FakeRuntime:
     def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
         """Return the records of a row's scored positions; their targets must be the prompt's tokens."""
         targets = array("i", row.prompt_logprob_ids)
-        later = array("i", row.tokens)[row.skipped + 1 :]
+        later = array("i", row.tokens)[row.skipped + row.num_unscored + 1 :]
         assert targets[: len(later)] == later[: len(targets)], f"{row} is scored at tokens that are not its prompt's"
-        return [logprob_record(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]
+        first = row.start + row.num_unscored
+        return [logprob_record(self._state(row, first + index), token, top) for index, token in enumerate(targets)]
+
+    def _logits(self, row: ScheduledSequence) -> bytes:
+        """Return the logits of a row's scored positions and its sample, one number each."""
+        first = row.start + row.num_unscored
+        positions = [*range(first, first + row.num_scored), *([row.end - 1] if row.samples else [])]
+        return b"".join([logits_row(self._state(row, position)) for position in positions])
 
     def _state(self, row: ScheduledSequence, position: int) -> int:
         held = self.pool[self._slot(row, position, 0)]

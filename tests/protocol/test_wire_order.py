@@ -45,6 +45,7 @@ Speculation: method max_drafts is_adaptive
 SequenceTimes: request_id admitted launched first_token ended num_steps preemptions
 Started: request_id cached_tokens
 StepOutput 2: step_id request_ids counts tokens finished failures logprobs started
+TokenLogits: request_id start rows
 TokenLogprobs: request_id start top lines
 DetailedOutput 7: step_id request_ids counts tokens finished failures logprobs started times
 EngineStats: running waiting rows_total pages_used pages_total steps_in_flight steps_launched steps_committed

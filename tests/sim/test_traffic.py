@@ -8,7 +8,7 @@ from msgspec import structs
 from tandem.engine_core.errors import FatalError
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, TokenLogprobs
-from tests.fakes.model import reference_records
+from tests.fakes.model import reference_logits, reference_records
 from tests.support.effort import EFFORT
 from tests.support.sim_traffic import Request, Shape
 from tests.support.sim_world import World
@@ -94,6 +94,7 @@ def check_tokens(world: World) -> int:
             assert tokens == expected, f"{request}: {tokens}, reference {expected}"
             assert reason is end, f"{request}: {outcome}, reference {end}"
         check_logprobs(world, request, tokens)
+        check_logits(world, request, tokens)
     return refused
 
 
@@ -110,7 +111,9 @@ def check_logprobs(world: World, request: Request, tokens: list[int]) -> None:
             assert part.start + offset not in found
             lines = part.lines[offset * size : (offset + 1) * size]
             found[part.start + offset] = structs.replace(part, lines=lines)
-    first = 1 if request.prompt_logprobs is not None else len(prompt)
+    first = len(prompt)
+    if request.prompt_logprobs is not None:
+        first = first - request.num_verified if request.num_verified else 1
     last = len(prompt) + len(tokens) if request.logprobs is not None else len(prompt)
     if tokens:
         assert list(found) == list(range(first, last)), request
@@ -120,6 +123,18 @@ def check_logprobs(world: World, request: Request, tokens: list[int]) -> None:
         assert part.lines == reference_records(prompt, tokens, part.top)[position - 1], (
             f"{request}: position {position}"
         )
+
+
+def check_logits(world: World, request: Request, tokens: list[int]) -> None:
+    """Check that verified tokens have their logits, each once, and that no other request has any."""
+    parts = world.mailbox.logits[request.key]
+    if not request.num_verified or not tokens:
+        assert not parts or request.num_verified, request
+        return
+    start = len(request.prompt) - request.num_verified
+    known = [start + len(b"".join([before.rows for before in parts[:index]])) // 4 for index in range(len(parts))]
+    assert [part.start for part in parts] == known, request
+    assert b"".join([part.rows for part in parts]) == reference_logits(request.prompt, start), request
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -40,6 +40,8 @@ class Request:
     session: str = ""
     cache_salt: str = ""
     speculation: bool = True
+    num_verified: int = 0
+    """Number of tokens at the end of the prompt that are verified."""
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -62,6 +64,8 @@ class Request:
             self.session,
             self.cache_salt,
             speculation=self.speculation,
+            num_verified=self.num_verified,
+            logits=self.num_verified > 0,
         )
 
     def reference(self) -> tuple[list[int], str]:
@@ -155,4 +159,9 @@ class Traffic:
         salt = rng.choice(["", "", "", "salt"])
         tops = [rng.choice([0, 1, 5]) if rng.random() < 0.2 else None for _ in range(2)]
         drafts = number % 5 != 2
-        return Request(rng.choice(CLIENTS), number, prompt, params, grammar, *tops, priority, session, salt, drafts)
+        client = rng.choice(CLIENTS)
+        if number % 6 == 4 and len(prompt) > 1:
+            scored = tops[1] or 0
+            options = {"session": session, "cache_salt": salt, "num_verified": min(len(prompt) - 1, 5 * number)}
+            return Request(client, number, prompt, SamplingParams(1), None, None, scored, priority, **options)
+        return Request(client, number, prompt, params, grammar, *tops, priority, session, salt, drafts)

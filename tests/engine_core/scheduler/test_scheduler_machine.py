@@ -1,6 +1,7 @@
 """The scheduler alone, under a state machine that plays engine and device in every order."""
 
 from collections import Counter
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -70,14 +71,26 @@ class Traffic(RuleBasedStateMachine):
         first=st.sampled_from([10, 10, 50]),
         priority=st.integers(-1, 1),
         session=SESSIONS,
+        verified=st.sampled_from([0, 0, 0, 1, 6, 24]),
     )
     def add(
-        self, prompt: int, max_tokens: int, client: bytes, low: int, first: int, priority: int, session: str
+        self,
+        prompt: int,
+        max_tokens: int,
+        client: bytes,
+        low: int,
+        first: int,
+        priority: int,
+        session: str,
+        verified: int,
     ) -> None:
         number = len(self.sequences) + 1
+        fields: dict[str, Any] = {"priority": priority, "session": session}
+        if verified := min(verified, prompt - 1):
+            max_tokens = 1
+            fields |= {"prompt_logprobs": 0, "num_verified": verified}
         params = SamplingParams(max_tokens, min_tokens=min(low, max_tokens))
-        ids = range(first, first + prompt)
-        seq = submitted(number, ids, params, frozenset({END}), client, priority=priority, session=session)
+        seq = submitted(number, range(first, first + prompt), params, frozenset({END}), client, **fields)
         try:
             self.scheduler.add(seq)
         except RequestError:
@@ -127,7 +140,7 @@ class Traffic(RuleBasedStateMachine):
             assert not idle or (self.in_flight and self.scheduler.planner.out_of_pages), f"{idle} could run"
             return
         assert 1 <= plan.total_tokens <= self.scheduler.limits.max_step_tokens
-        assert plan == StepPlan.of(plan.step_id, plan.rows, plan.admitted)
+        assert plan == StepPlan.of(plan.step_id, plan.rows, plan.admitted, plan.logprobs)
         for row in plan.rows:
             seq = self.sequences[row.seq_id]
             assert (row.row, row.start, seq.outcome) == (seq.row, seq.num_scheduled_tokens, None)
