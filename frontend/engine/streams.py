@@ -185,7 +185,7 @@ class TokenStream:
 
     __slots__ = (
         *("_accepted", "_drafts", "_is_ready", "_logprobs", "_num_tokens", "_pending", "_ready_set", "_terminal"),
-        *("cached_tokens", "choice", "is_started", "queued_tokens", "request_id", "times"),
+        *("cached_tokens", "choice", "is_started", "logits", "queued_tokens", "request_id", "times"),
     )
 
     def __init__(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int = 0) -> None:
@@ -199,6 +199,8 @@ class TokenStream:
         self.queued_tokens = prompt_len
         """Prompt tokens that wait for their first output; 0 after the first token, and for a choice that shares its
         prompt with the first one."""
+        self.logits: list[bytes] = []
+        """Logits of verified tokens, in order, each in the format of `TokenLogits.rows`."""
         self.times: SequenceTimes | None = None
         """Times in the engine, for traced requests."""
         self._drafts = DraftCounts()
@@ -311,6 +313,9 @@ class OpenStreams:
             for times in output.times:
                 if (stream := streams.get(times.request_id)) is not None:
                     stream.times = times
+            for logits in output.logits:
+                if (stream := streams.get(logits.request_id)) is not None:
+                    stream.logits.append(logits.rows)
             for request_id, drafted, accepted, source in read_drafts(output):
                 if (stream := streams.get(request_id)) is not None:
                     stream.put_drafts(drafted, accepted, source > 0)

@@ -318,7 +318,7 @@ def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
     """
     if options.prompt_logprobs is None:
         return
-    wanted = prompt_tokens * options.n * (1 + options.prompt_logprobs)
+    wanted = (options.num_verified or prompt_tokens) * options.n * (1 + options.prompt_logprobs)
     if wanted > MAX_SCORED:
         name = "prompt_logprobs" if options.returns_prompt_logprobs else "logprobs"
         raise unsupported(

@@ -249,6 +249,10 @@ class Generation:
             total.accepted_predicted += own.accepted_predicted
         return total
 
+    def logits(self) -> bytearray:
+        """Return the logits of the verified tokens of all choices, in the format of `TokenLogits.rows`."""
+        return bytearray().join([rows for stream in self._streams for rows in stream.logits])
+
     @property
     def had_run(self) -> bool:
         """True if a lost engine had started to compute the request."""

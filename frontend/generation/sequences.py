@@ -59,6 +59,8 @@ def submit_command(
         speculation=options.speculation,
         prediction=admitted.prediction,
         adapter=admitted.adapter,
+        num_verified=options.num_verified,
+        logits=options.logits,
     )
 
 
@@ -82,6 +84,9 @@ def _scores(admitted: Admitted) -> bool:
 
 def _echoed(admitted: Admitted, prompt: AdmittedPrompt, tokenizer: Tokenizer) -> EchoedPrompt | None:
     """Return the echoed prompt with log-probabilities, or None if not requested."""
-    if admitted.options.prompt_logprobs is None:
+    options = admitted.options
+    if options.prompt_logprobs is None:
         return None
-    return echoed_prompt(prompt.ids, prompt.text, tokenizer.detokenizer())
+    # The first token has no log-probability: of the prompt, or in front of the verified ones.
+    ids = prompt.ids[-options.num_verified - 1 :] if options.num_verified else prompt.ids
+    return echoed_prompt(ids, prompt.text, tokenizer.detokenizer())

@@ -4,19 +4,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
-from tandem.frontend.offline.result import EngineError, RequestError, Result, failed_result
+from tandem.frontend.offline.result import EngineError, RequestError
 from tandem.frontend.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+
+class _AnyResult(Protocol):
+    @property
+    def error(self) -> RequestError | None: ...
+
+
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result", bound=_AnyResult)
 
 
 class BatchOptions(Struct, frozen=True):
@@ -43,19 +50,23 @@ class Batch:
         self._tokens = 0
 
     async def run(
-        self, run_one: Callable[[_Item], Awaitable[Result]], items: Sequence[_Item], workers: int
-    ) -> list[Result]:
+        self,
+        run_one: Callable[[_Item], Awaitable[_Result]],
+        items: Sequence[_Item],
+        workers: int,
+        failed: Callable[[RequestError, _Item], _Result],
+    ) -> list[_Result]:
         """Run all items and return the results in order.
 
-        At most `workers` run concurrently. An ApiError becomes the result's error, or is raised as RequestError with
-        `BatchOptions.raise_on_error`. Raises EngineError if the engine has exited.
+        At most `workers` run concurrently. An ApiError becomes the result of `failed`, or is raised as RequestError
+        with `BatchOptions.raise_on_error`. Raises EngineError if the engine has exited.
         """
-        results: list[Result | None] = [None] * len(items)
+        results: list[_Result | None] = [None] * len(items)
         waiting = iter(enumerate(items))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(len(items), workers)):
-                    group.create_task(self._work(run_one, waiting, results))
+                    group.create_task(self._work(run_one, waiting, results, failed))
         except* (RequestError, EngineError) as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -71,9 +82,10 @@ class Batch:
 
     async def _work(
         self,
-        run_one: Callable[[_Item], Awaitable[Result]],
+        run_one: Callable[[_Item], Awaitable[_Result]],
         waiting: Iterator[tuple[int, _Item]],
-        results: list[Result | None],
+        results: list[_Result | None],
+        failed: Callable[[RequestError, _Item], _Result],
     ) -> None:
         for index, item in waiting:
             try:
@@ -82,7 +94,7 @@ class Batch:
                 failure = RequestError(index, error)
                 if self._options.raise_on_error:
                     raise failure from error
-                results[index] = failed_result(failure, item if isinstance(item, str) else None)
+                results[index] = failed(failure, item)
             self._done += 1
             self._draw_if_due()
 
@@ -96,7 +108,7 @@ class Batch:
             self._drawn = now
             self._bar.draw(self._done, now - self._started, self._tokens)
 
-    def _report_failures(self, results: Sequence[Result]) -> None:
+    def _report_failures(self, results: Sequence[_AnyResult]) -> None:
         errors = [result.error for result in results if result.error is not None]
         if errors:
             logger.warning("%d of %d requests failed, the first with: %s", len(errors), len(results), errors[0])

@@ -64,6 +64,15 @@ class Fields(Struct, frozen=True):
     """True if outputs have log-probabilities."""
 
 
+class VerifyFields(Struct, frozen=True):
+    """Validated arguments of `verify`."""
+
+    request: Fields
+    """Fields of a completion that scores its prompt."""
+    logits: bool
+    """True if results have logits."""
+
+
 def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptions:
     """Build the engine's settings from the keyword arguments of a constructor.
 
@@ -163,6 +172,32 @@ def completion_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
     return Fields({**body, "stream": stream}, scored, with_logprobs)
 
 
+def verify_fields(logprobs: int, logits: bool, given: Mapping[str, Any]) -> VerifyFields:
+    """Validate the arguments of `verify`.
+
+    Raises TypeError and ValueError like `completion_fields`.
+    """
+    known = ("cache_salt", "priority", "session_id")
+    body = _checked(given, known, ("lora",))
+    if type(logprobs) is not int or not 0 <= logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"'logprobs' must be between 0 and {MAX_TOP_LOGPROBS}, not {logprobs!r}")
+    body |= {"echo": True, "logprobs": logprobs, "max_tokens": 0, "stream": False}
+    return VerifyFields(Fields(body, logprobs, True), bool(logits))
+
+
+def continued_prompts(
+    prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+) -> list[tuple[Prompt, Prompt]]:
+    """Return each prompt with its continuation.
+
+    Raises TypeError like `prompt_batch`, ValueError unless their numbers are equal.
+    """
+    first, rest = prompt_batch(prompts), prompt_batch(continuations, "continuation")
+    if len(first) != len(rest):
+        raise ValueError(f"{len(first)} prompts with {len(rest)} continuations; each prompt needs one of its own")
+    return list(zip(first, rest, strict=True))
+
+
 def chat_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
     """Validate the keyword arguments of a chat.
 
@@ -195,18 +230,18 @@ def _checked(given: Mapping[str, Any], known: Collection[str], own: Collection[s
     return body
 
 
-def prompt_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def prompt_batch(prompts: Prompt | Sequence[Prompt], noun: str = "prompt") -> list[Prompt]:
     """Return one prompt or several as a list.
 
-    Raises TypeError for an element that is neither text nor a list of token ids.
+    Raises TypeError for an element that is neither text nor a list of token ids. noun: its name in errors.
     """
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
         prompts = _listed(prompts)
     if prompts and isinstance(prompts[0], int):
-        return [check_prompt(prompts, "the prompt")]
-    return [check_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+        return [check_prompt(prompts, f"the {noun}")]
+    return [check_prompt(prompt, f"{noun} {index}") for index, prompt in enumerate(prompts)]
 
 
 def check_prompt(prompt: Any, name: str = "the prompt") -> Prompt:

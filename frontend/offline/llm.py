@@ -21,15 +21,17 @@ from tandem.frontend.offline.fields import (
     chat_fields,
     check_prompt,
     completion_fields,
+    continued_prompts,
     conversation_batch,
     engine_options,
     find_lora_modules,
     hub_options,
     prompt_batch,
     refuse_parameters,
+    verify_fields,
 )
 from tandem.frontend.offline.loop_thread import LoopThread
-from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputDelta, RequestError, Result
+from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputDelta, RequestError, Result, Verification
 from tandem.frontend.offline.session import Item, OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import check_engine_installed
@@ -46,6 +48,7 @@ __all__ = [
     "OutputDelta",
     "RequestError",
     "Result",
+    "Verification",
 ]
 
 
@@ -145,6 +148,31 @@ class LLM:
         batch, checked = conversation_batch(conversations), chat_fields(fields)
         self._check_open()
         return self._thread.run(self._session.chat(batch, checked, BatchOptions(progress, raise_on_error)))
+
+    def verify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        logprobs: int = 0,
+        logits: bool = False,
+        progress: bool = True,
+        raise_on_error: bool = False,
+        **fields: Any,
+    ) -> list[Verification]:
+        """Return the log-probability of each token of a continuation of each prompt, in order.
+
+        A continuation is text, which is tokenized on its own, or a list of token ids: 1 to 64 tokens, computed in one
+        pass after the prompt. KV of the prompt is taken from the prefix cache and kept there, that of the continuation
+        is dropped. `logprobs` is the number of most probable tokens reported for each position, `logits` adds the
+        logits of all tokens. `fields` are `cache_salt`, `lora`, `priority` and `session_id`.
+
+        A prompt that is refused or fails has a result with an `error`. Raises ValueError unless there is one
+        continuation for each prompt, and the errors of `generate`.
+        """
+        batch, checked = continued_prompts(prompts, continuations), verify_fields(logprobs, logits, fields)
+        self._check_open()
+        return self._thread.run(self._session.verify(batch, checked, BatchOptions(progress, raise_on_error)))
 
     def stream(self, prompt: Prompt, **fields: Any) -> Iterator[OutputDelta]:
         """Yield the completion of one prompt while it is generated.

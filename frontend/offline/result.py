@@ -111,12 +111,53 @@ class OutputDelta(Struct, frozen=True):
     """Log-probabilities of the tokens of `text`; None unless requested."""
 
 
-def failed_result(error: RequestError, prompt: str | None) -> Result:
-    """Build the result of a request without output.
+class Verification(Struct, frozen=True):
+    """Result of `verify` for a prompt and its continuation."""
 
-    prompt: its text; None for token ids.
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    """Token ids of the continuation."""
+    logprobs: list[Position]
+    """Log-probabilities of each token of the continuation."""
+    usage: Usage
+    """Number of tokens of both, and how many of them had cached KV."""
+    logits: "memoryview[float] | None" = None
+    """float32 [1 + tokens, vocab_size], such as for `numpy.asarray`: row i is the distribution of token i of the
+    continuation, the last one that of the token after it. None unless requested."""
+    error: RequestError | None = None
+    """Reason of a refusal or failure; None on success."""
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of the log-probabilities of the continuation's tokens.
+
+        Raises RequestError if the request failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return sum([at[token].logprob for at, token in zip(self.logprobs, self.token_ids, strict=True)])
+
+
+def failed_result(error: RequestError, item: object) -> Result:
+    """Build the result of a request without output. item: its prompt or conversation."""
+    return Result([], [], Usage(0, 0, 0), item if isinstance(item, str) else None, error=error)
+
+
+def failed_verification(error: RequestError) -> Verification:
+    """Build the result of a prompt and a continuation that were not verified."""
+    return Verification([], [], [], Usage(0, 0, 0), error=error)
+
+
+def verification(ids: Sequence[int], choice: ChoiceDelta, usage: Usage, logits: bytearray) -> Verification:
+    """Build the result of a prompt and a continuation.
+
+    ids: of both; choice: the log-probabilities of the continuation follow that of the token before it; logits: packed
+    float32 of each token and the one after, empty without.
     """
-    return Result([], [], Usage(0, 0, 0), prompt, error=error)
+    scored = choice.logprobs[1:]
+    first = len(ids) - len(scored)
+    rows = memoryview(logits).cast("f", [1 + len(scored), len(logits) // 4 // (1 + len(scored))]) if logits else None
+    return Verification(list(ids[:first]), list(ids[first:]), [_position(token) for token in scored], usage, rows)
 
 
 class ResultBuilder:

@@ -15,11 +15,12 @@ from tandem.frontend.api.chat_completions.request import parse_chat
 from tandem.frontend.api.completions.request import parse_completion
 from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import ChatOptions, FrontendConfig
-from tandem.frontend.errors import ApiError
+from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.offline.batch import Batch, BatchOptions
 from tandem.frontend.offline.engine_process import EngineProcess
-from tandem.frontend.offline.fields import Conversation, Fields
+from tandem.frontend.offline.fields import Conversation, Fields, VerifyFields
 from tandem.frontend.offline.result import (
     ChoiceStream,
     EngineError,
@@ -27,17 +28,24 @@ from tandem.frontend.offline.result import (
     RequestError,
     Result,
     ResultBuilder,
+    Verification,
+    failed_result,
+    failed_verification,
+    verification,
 )
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.supervisor.launch import adapters_argv, private_endpoint
 from tandem.frontend.supervisor.model import ModelFolder
+from tandem.protocol.commands import MAX_VERIFIED
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import NO_LIMIT
 from tandem.protocol.logs import LogLevel
 
 _POLL_SECONDS = 0.05
+MAX_LOGITS_REQUESTS = 2
+"""Maximum number of requests with logits that run at once: each has up to 65 times the vocabulary in float32."""
 _END_SECONDS = 5.0
 """Seconds to wait for the exit of an engine whose connection broke, to report its reason."""
 _ANY_CONVERSATION = ({"role": "user", "content": "x"},)
@@ -134,9 +142,7 @@ class OfflineSession:
             raise RequestError(0, error) from None
 
     async def _run_all(self, label: str, items: Sequence[Item], fields: Fields, options: BatchOptions) -> list[Result]:
-        # Twice the rows, so that a request is waiting in the engine whenever a row becomes free.
-        workers = 2 * (await self._running()).ready().limits.max_rows
-        batch = Batch(label, len(items), options)
+        batch, workers = Batch(label, len(items), options), await self._num_workers()
 
         async def run(item: Item) -> Result:
             try:
@@ -150,7 +156,39 @@ class OfflineSession:
                 await self._check_lost()
                 raise
 
-        return await batch.run(run, items, workers)
+        return await batch.run(run, items, workers, failed_result)
+
+    async def verify(
+        self, items: Sequence[tuple[Prompt, Prompt]], fields: VerifyFields, options: BatchOptions
+    ) -> list[Verification]:
+        """Verify continuations. items: prompts, each with its continuation."""
+        self._check_values(fields.request, chat=False)
+        batch = Batch("verify", len(items), options)
+        workers = MAX_LOGITS_REQUESTS if fields.logits else await self._num_workers()
+
+        async def run(item: tuple[Prompt, Prompt]) -> Verification:
+            try:
+                service = await self._running()
+                admitted = await self._admit_verified(service, *item, fields)
+                generation = self._begin(service, admitted)
+                try:
+                    [choice] = await batch.collect(generation)
+                    ids = admitted.prompts[0].ids
+                    return verification(ids, choice, generation.usage(), generation.logits())
+                finally:
+                    generation.close("cancelled")
+            except ApiError:
+                await self._check_lost()
+                raise
+
+        return await batch.run(run, items, workers, lambda error, _: failed_verification(error))
+
+    async def _num_workers(self) -> int:
+        """Return the number of requests that run at once.
+
+        Twice the rows, so that a request is waiting in the engine whenever a row becomes free.
+        """
+        return 2 * (await self._running()).ready().limits.max_rows
 
     async def _running(self) -> Service:
         """Return the service. Raises EngineError if the engine has exited."""
@@ -184,13 +222,17 @@ class OfflineSession:
         """Submit one request. The caller closes the generation."""
         service = await self._running()
         builder = await (self._admit_chat(service, item, fields) if chat else self._admit(service, item, fields))
-        generation = Generation(service.client, service.tokenizer, service.metrics, builder.admitted, time.monotonic())
+        return self._begin(service, builder.admitted), builder
+
+    def _begin(self, service: Service, admitted: Admitted) -> Generation:
+        """Submit an admitted request. The caller closes the generation."""
+        generation = Generation(service.client, service.tokenizer, service.metrics, admitted, time.monotonic())
         try:
             generation.start(*service.config.load_limits)
         except BaseException:
             generation.close("cancelled")
             raise
-        return generation, builder
+        return generation
 
     async def _admit(self, service: Service, prompt: Any, fields: Fields) -> ResultBuilder:
         ready = service.ready()
@@ -201,6 +243,30 @@ class OfflineSession:
             options, parsed.prompts, ready, add_special_tokens=parsed.add_special_tokens
         )
         return ResultBuilder(admitted, prompt if isinstance(prompt, str) else None, None, fields.with_logprobs)
+
+    async def _admit_verified(
+        self, service: Service, prompt: Prompt, continuation: Prompt, fields: VerifyFields
+    ) -> Admitted:
+        ready, encode = service.ready(), service.tokenizer.encode
+        first = await encode(prompt) if isinstance(prompt, str) else prompt
+        rest = await encode(continuation, add_special_tokens=False) if isinstance(continuation, str) else continuation
+        if not first:
+            raise malformed("the prompt has no tokens; the first token of a continuation needs one before it", "prompt")
+        if not 1 <= len(rest) <= MAX_VERIFIED:
+            raise unsupported(
+                f"the continuation has {len(rest)} tokens; at least 1 and at most {MAX_VERIFIED} are verified at once",
+                "continuation",
+            )
+        body = msgspec.json.encode({"model": ready.model.name, **fields.request.body, "prompt": "x"})
+        parsed = parse_completion(body, IgnoredFields())
+        options = msgspec.structs.replace(
+            parsed.options,
+            prompt_logprobs=fields.request.prompt_logprobs,
+            num_verified=len(rest),
+            logits=fields.logits,
+            speculation=False,
+        )
+        return await service.admission.admit(options, [[*first, *rest]], ready)
 
     async def _admit_chat(self, service: Service, conversation: Any, fields: Fields) -> ResultBuilder:
         ready = service.ready()

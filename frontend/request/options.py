@@ -237,6 +237,10 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     """True to report them apart from those of the output, not only with an echoed prompt."""
     return_tokens_as_token_ids: bool = False
     """True to name tokens in log-probabilities by their ids."""
+    num_verified: int = 0
+    """Number of tokens at the end of the prompt that `prompt_logprobs` applies to; 0 for all."""
+    logits: bool = False
+    """True to report the logits of verified tokens."""
     num_returned: int | None = None
     """Number of choices to return of the `n` generated, those with the highest mean log-probability (`best_of`); None
     for all."""

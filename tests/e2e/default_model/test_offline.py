@@ -1,16 +1,32 @@
 """Offline inference with the default model, compared with a server of the same model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import psutil
 import pytest
+import torch
+from torch import Tensor
 
-from tandem.frontend.offline.llm import LLM
+from tandem import engine_core
+from tandem.engine_core.models.registry import Model
+from tandem.frontend.offline.llm import LLM, RequestError
 from tests.e2e.default_model.test_serving import MODEL, QUESTIONS, ask
+from tests.support.paged_model import PagedRun, load
+from tests.support.refusals import numbers_in
 
 ROUNDING = 1e-4
 """Largest difference of log-probabilities: steps of other sizes sum in another order."""
+
+
+SHIPPED = Path(engine_core.__file__).parent / "default_model"
+PAGE = 16
+
+
+def plain_logits(model: Model, ids: list[int]) -> Tensor:
+    """Return the logits of all positions, [T, vocab], computed in one step."""
+    return PagedRun(model, [torch.tensor(ids)], 16, seed=1).step([(0, 0, len(ids))])
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +72,61 @@ def test_offline_scores_and_choices_equal_those_of_the_server(llm: LLM, client: 
     pairs = zip(scored.prompt_token_ids[1:], scored.prompt_logprobs[1:], strict=True)
     values = [found[token].logprob for token, found in pairs if found]
     assert values == pytest.approx((echoed.token_logprobs or [])[1:], abs=ROUNDING)
+
+
+def test_verified_continuations_equal_a_plain_forward_pass(llm: LLM) -> None:
+    model, count = load(SHIPPED), 40
+    prompts = [f"{' '.join(QUESTIONS)} {QUESTIONS[number % 2]} Number {number % 4}." for number in range(count)]
+    continuations = [f" The answer is {number}, of course." for number in range(count)]
+    results = llm.verify(prompts, continuations, logprobs=3)
+    assert [result.error for result in results] == [None] * count
+    for result in results[:8]:
+        expected = plain_logits(model, result.prompt_token_ids + result.token_ids).log_softmax(-1)
+        scores = expected[len(result.prompt_token_ids) - 1 :]
+        for row, token, found in zip(scores, result.token_ids, result.logprobs, strict=False):
+            assert found[token].logprob == pytest.approx(row[token].item(), abs=ROUNDING)
+            assert sorted([one.rank for one in found.values() if one.rank]) == [1, 2, 3]
+            best = [other for other, one in found.items() if one.rank == 1]
+            assert best == [int(row.argmax())]
+    again = llm.verify(prompts, continuations)
+    for before, result in zip(results, again, strict=True):
+        assert result.cumulative_logprob == pytest.approx(before.cumulative_logprob, abs=ROUNDING * 40)
+        assert result.token_ids == before.token_ids
+    cached = [result.usage.prompt_tokens_details.cached_tokens for result in again]
+    assert cached == [(len(result.prompt_token_ids) - 1) // PAGE * PAGE for result in again]
+    assert min(cached) >= PAGE
+
+
+def test_verification_returns_logits_on_request(llm: LLM) -> None:
+    [without] = llm.verify("The sky is", " blue and")
+    assert without.logits is None
+    model = load(SHIPPED)
+    for result in llm.verify(["The sky is", [5, 6, 7]], [" blue and", [8] * 64], logits=True):
+        ids = result.prompt_token_ids + result.token_ids
+        expected = plain_logits(model, ids)[len(result.prompt_token_ids) - 1 :]
+        assert result.logits is not None
+        assert result.logits.shape == tuple(expected.shape) == (1 + len(result.token_ids), 4096)
+        assert torch.allclose(
+            torch.frombuffer(result.logits, dtype=torch.float32).view(expected.shape), expected, atol=1e-3
+        )
+
+
+def test_each_continuation_is_refused_on_its_own(llm: LLM) -> None:
+    results = llm.verify([[5], [5], [5], [], [2**30], [5]], [[6], [], [6] * 65, [6], [6], [6] * 64])
+    assert [result.error is None for result in results] == [True, False, False, False, False, True]
+    assert [numbers_in(result.error.message) for result in results if result.error][:2] == [[0, 1, 64], [65, 1, 64]]
+    assert [(result.error.index, result.error.param) for result in results if result.error] == [
+        (1, "continuation"),
+        (2, "continuation"),
+        (3, "prompt"),
+        (4, "prompt"),
+    ]
+    for failed in results[1:5]:
+        with pytest.raises(RequestError):
+            _ = failed.cumulative_logprob
+    with pytest.raises(RequestError):
+        llm.verify([[5], [5]], [[6], []], raise_on_error=True)
+    assert llm.verify([], []) == []
 
 
 def test_offline_streams_equal_the_whole_answers(llm: LLM) -> None:

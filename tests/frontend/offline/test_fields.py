@@ -12,10 +12,12 @@ from tandem.frontend.offline.async_llm import AsyncLLM
 from tandem.frontend.offline.fields import (
     chat_fields,
     completion_fields,
+    continued_prompts,
     conversation_batch,
     engine_options,
     prompt_batch,
     refuse_parameters,
+    verify_fields,
 )
 from tandem.frontend.offline.llm import LLM
 
@@ -205,3 +207,31 @@ def test_every_batch_call_takes_the_place_of_sampling_parameters() -> None:
         waiting = getattr(AsyncLLM.__new__(AsyncLLM), call)(first, SamplingParams())
         with pytest.raises(TypeError, match=rf"\bawait\sllm\.{call}\("):
             asyncio.run(waiting)
+
+
+def test_prompts_and_continuations_come_in_pairs() -> None:
+    assert continued_prompts("a", "b") == [("a", "b")]
+    assert continued_prompts([1, 2], [3]) == [([1, 2], [3])]
+    assert continued_prompts(["a", [1]], [[2], "b"]) == [("a", [2]), ([1], "b")]
+    with pytest.raises(ValueError, match=r"\b2\b.*\b3\b"):
+        continued_prompts(["a", "b"], ["a", "b", "c"])
+    with pytest.raises(TypeError, match=r"continuation 1\b"):
+        continued_prompts(["a", "b"], ["a", {}])
+
+
+@pytest.mark.parametrize("logprobs", [-1, 21, True, 1.0, None])
+def test_number_of_alternatives_of_verified_tokens_is_checked(logprobs: Any) -> None:
+    with pytest.raises(ValueError, match="logprobs"):
+        verify_fields(logprobs, False, {})
+
+
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "n", "prompt_logprobs", "stop"])
+def test_fields_of_a_generation_are_not_fields_of_a_verification(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        verify_fields(0, False, {name: 1})
+
+
+def test_fields_of_a_verification() -> None:
+    fields = verify_fields(5, True, {"lora": "an adapter", "session_id": "s", "cache_salt": "x", "priority": 3})
+    assert (fields.request.prompt_logprobs, fields.logits) == (5, True)
+    assert fields.request.body.items() >= {"model": "an adapter", "max_tokens": 0, "priority": 3}.items()
