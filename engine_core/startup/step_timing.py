@@ -264,8 +264,8 @@ def _time_state_copies(runtime: TorchRuntime) -> float:
     if checkpoints is None:
         return 0.0
     calls = [partial(checkpoints.save, PADDING_ROW, 0, RING), partial(checkpoints.load, 0, PADDING_ROW, RING)]
-    _milliseconds(runtime, *calls)
-    return _milliseconds(runtime, *calls) / len(calls)
+    milliseconds(runtime, *calls)
+    return milliseconds(runtime, *calls) / len(calls)
 
 
 def _line(least: tuple[int, float], most: tuple[int, float]) -> list[tuple[int, float]]:
