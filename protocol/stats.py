@@ -216,5 +216,9 @@ class EngineStats(Struct, array_like=True):
     ] = 0
     lora_requests: Annotated[
         dict[str, int],
-        Metric("gauge", "tandem_lora_requests_info", "Open sequences of each adapter.", "adapter"),
+        Metric("gauge", "tandem_lora_requests", "Open sequences of each adapter.", "adapter"),
     ] = field(default_factory=dict)
+    lora_rows: dict[str, int] = field(default_factory=dict)
+    """Sequences of each adapter that hold a row; exported by name with those that wait."""
+    max_loras: int = 0
+    """Slots of adapters; 0: the engine takes none."""

@@ -87,6 +87,15 @@ class Adapters:
         return found
 
     @property
+    def num_rows(self) -> dict[str, int]:
+        """Number of sequences that hold a row, by the name of their adapter, of those that have any."""
+        found: dict[str, int] = {}
+        for adapter in self._residents:
+            if adapter.num_rows:
+                found[adapter.name] = found.get(adapter.name, 0) + adapter.num_rows
+        return found
+
+    @property
     def listed(self) -> AdapterList:
         """The adapters that requests may use, for frontends."""
         return AdapterList(self.changes, [AdapterFacts(a.name, a.path, a.version) for a in self.names.values()])

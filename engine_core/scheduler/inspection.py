@@ -68,7 +68,8 @@ def copy_gauges(scheduler: Scheduler, stats: EngineStats, now: float) -> None:
     stats.sessions, stats.sessions_evicted = len(memory.sessions), memory.sessions.num_evicted
     stats.oldest_wait = oldest_wait(scheduler, now)
     if scheduler.adapters is not None:
-        stats.lora_requests = scheduler.adapters.num_open
+        stats.lora_requests, stats.lora_rows = scheduler.adapters.num_open, scheduler.adapters.num_rows
+        stats.max_loras = scheduler.adapters.max_slots
 
 
 def oldest_wait(scheduler: Scheduler, now: float) -> float:

@@ -3,6 +3,7 @@
 Each scrape reads them from the last heartbeat.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_type_hints
 
@@ -119,12 +120,27 @@ def _stats_metrics(stats: EngineStats) -> Iterator[MetricFamily]:
     if stats.pages_total:
         size.add_metric([str(stats.page_size), str(stats.pages_total)], 1.0)
     yield size
+    if stats.max_loras:
+        yield _adapters_info(stats)
     usage = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
     yield GaugeMetricFamily(
         "tandem_kv_cache_usage_perc", "Share of the KV pages that requests and sessions hold; 1 is all of them.", usage
     )
     for name, metric in _METRICS.items():
         yield _family(metric, getattr(stats, name))
+
+
+def _adapters_info(stats: EngineStats) -> MetricFamily:
+    """Return the adapters with requests in the form of vLLM, which routers read to find a server that has one."""
+    text = (
+        "Time in Unix seconds; the labels are the most adapters of a step, and the names of those with running and "
+        "with waiting requests, separated by commas."
+    )
+    labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+    family = GaugeMetricFamily("tandem_lora_requests_info", text, labels=labels)
+    waiting = [name for name, count in stats.lora_requests.items() if count > stats.lora_rows.get(name, 0)]
+    family.add_metric([str(stats.max_loras), ",".join(stats.lora_rows), ",".join(waiting)], time.time())
+    return family
 
 
 def _family(metric: Metric, value: Any) -> MetricFamily:

@@ -12,6 +12,7 @@ _SAME_NAME = (
     "generation_tokens",
     "inter_token_latency_seconds",
     "kv_cache_usage_perc",
+    "lora_requests_info",
     "num_preemptions",
     "num_requests_running",
     "num_requests_waiting",

@@ -42,7 +42,12 @@ class Row:
 
 def engine_sources() -> list[Collected]:
     stats = EngineStats(
-        pages_total=1, requests_finished={"stop": 0}, requests_failed={"overloaded": 0}, stage_seconds={"plan": 0.0}
+        pages_total=1,
+        requests_finished={"stop": 0},
+        requests_failed={"overloaded": 0},
+        stage_seconds={"plan": 0.0},
+        lora_requests={"a": 0},
+        max_loras=1,
     )
     watch = EngineWatch(5.0, 60.0)
     heartbeat = Heartbeat(1, Phase.READY, 100, "", 0, stats)

@@ -3,6 +3,7 @@
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineTotals, LifeCollector
 from tandem.frontend.metrics.exposition import Exposition
+from tandem.frontend.metrics.vllm_names import VLLM_NAMES
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats, Histogram
 from tests.fakes.clock import FakeClock
@@ -91,6 +92,17 @@ def test_metrics_report_every_number_of_the_engine() -> None:
         'tandem_engine_step_rows_bucket{le="+Inf"} 2.0',
     ):
         assert line in lines, line
+
+
+def test_adapters_with_requests_have_the_labels_of_vllm() -> None:
+    """One series with lists of names, as the Gateway API's inference extension reads it."""
+    stats = EngineStats(lora_requests={"a": 2, "b": 3, "c": 1, "d": 0}, lora_rows={"a": 2, "b": 1}, max_loras=4)
+    lines = exposition(Heartbeat(1, Phase.READY, 100, "", 5, stats))
+    (info,) = [line for line in lines if line.startswith("tandem_lora_requests_info{")]
+    assert 'max_lora="4",running_lora_adapters="a,b",waiting_lora_adapters="b,c"' in info
+    assert float(info.rpartition(" ")[2]) > 1e9
+    assert 'tandem_lora_requests{adapter="b"} 3.0' in lines
+    assert VLLM_NAMES["tandem_lora_requests_info"] == ("vllm:lora_requests_info",)
 
 
 def test_stage_seconds_are_documented_as_wall_time() -> None:
