@@ -8,11 +8,24 @@ class Adapter:
     with.
     """
 
-    __slots__ = ("is_draining", "is_retired", "last_use", "name", "num_open", "num_rows", "path", "slot", "version")
+    __slots__ = (
+        "is_draining",
+        "is_retired",
+        "last_use",
+        "name",
+        "num_open",
+        "num_rows",
+        "path",
+        "root",
+        "slot",
+        "version",
+    )
 
     name: str
     path: str
     """Folder of its files."""
+    root: str
+    """Folder that these have to be in, with all links followed; "": any."""
     version: int
     """Number of this version, at least 1 and never reused."""
     slot: int
@@ -28,9 +41,10 @@ class Adapter:
     last_use: int
     """Number of the last use of its slot, ascending over all adapters."""
 
-    def __init__(self, name: str, path: str, version: int) -> None:
+    def __init__(self, name: str, path: str, version: int, root: str = "") -> None:
         self.name = name
         self.path = path
+        self.root = root
         self.version = version
         self.slot = self.num_rows = self.num_open = self.last_use = 0
         self.is_draining = self.is_retired = False

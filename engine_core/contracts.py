@@ -248,8 +248,8 @@ class AdapterLoader(Protocol):
     The methods return at once; work is done in their order.
     """
 
-    def read(self, version: int, path: str) -> None:
-        """Read and check the files of a new version."""
+    def read(self, version: int, path: str, root: str) -> None:
+        """Read and check the files of a new version. root: folder that they have to be in; "": any."""
 
     def place(self, version: int, path: str, slot: int) -> None:
         """Copy an adapter that was read into a slot that no step in flight uses."""

@@ -197,7 +197,8 @@ class Control:
             if not command.name or len(command.name.encode()) > MAX_NAME_BYTES:
                 return Answer(call, False, f"an adapter's name has 1 to {MAX_NAME_BYTES} bytes in UTF-8")
             logger.info("%s loads the adapter %s from %s", self.clients[client], name, printable(command.path))
-            problem = adapters.load(client, call, command.name, command.path, command.load_inplace)
+            given = command.name, command.path, command.load_inplace, command.root
+            problem = adapters.load(client, call, *given)
         else:
             logger.info("%s unloads the adapter %s", self.clients[client], name)
             problem = adapters.unload(client, call, command.name)

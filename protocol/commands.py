@@ -210,6 +210,8 @@ class LoadAdapter(Command, frozen=True, array_like=True, tag=10):
     """Folder of its files, on the engine's machine."""
     load_inplace: bool = False
     """True to replace an adapter of the name: requests that use that one already keep it."""
+    root: str = ""
+    """Folder that its files have to be in, with all links followed; "": any."""
 
 
 class UnloadAdapter(Command, frozen=True, array_like=True, tag=11):

@@ -69,6 +69,8 @@ class AdapterFacts(Struct, frozen=True, array_like=True):
     """Folder of its files."""
     version: int
     """Number that no other adapter, and no earlier one of the name, has had."""
+    root: str = ""
+    """As in `LoadAdapter`."""
 
 
 class AdapterList(Struct, frozen=True, array_like=True):

@@ -48,7 +48,7 @@ L3_NAMES = (
     "sampling",
     "loader",
     "kv_cache.storage",
-    *("lora.adapter_files", "lora.adapter_loader", "lora.peft_config"),
+    *("lora.adapter_files", "lora.adapter_folder", "lora.adapter_loader", "lora.peft_config"),
 )
 L3 = {f"tandem.engine_core.{name}" for name in L3_NAMES}
 L4 = {"tandem.engine_core.runtime", "tandem.engine_core.constraints"}

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -74,13 +74,15 @@ class _Entry(Struct):
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 
 
-def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, StoredTensor]:
+def read_header(
+    path: Path, max_bytes: int = MAX_HEADER_BYTES, opener: Callable[[str, int], int] | None = None
+) -> dict[str, StoredTensor]:
     """Return the tensors of a file, by name.
 
-    max_bytes: of the header. Raises ConfigError if the file is not whole and well-formed.
+    max_bytes: of the header; opener: as of `open`. Raises ConfigError if the file is not whole and well-formed.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=opener) as file:
             size = os.fstat(file.fileno()).st_size
             length = _header_length(file.read(max(LENGTH_BYTES, len(LFS_MARK))), size, max_bytes)
             file.seek(LENGTH_BYTES)

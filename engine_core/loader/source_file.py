@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,14 +26,16 @@ class SourceFile:
     Reads copy from the page cache. A mapping would let the process die by SIGBUS when the file is truncated.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opener: Callable[[str, int], int] = os.open) -> None:
+        """Open nothing yet. opener: as of `open`."""
         self.path = path
+        self._opener = opener
         self._descriptor = -1
 
     def __enter__(self) -> Self:
         """Open the file. Raises ConfigError if that is not possible."""
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+            self._descriptor = self._opener(str(self.path), os.O_RDONLY)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be read: {error.strerror}") from None
         return self

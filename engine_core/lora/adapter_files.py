@@ -17,14 +17,13 @@ from tandem.engine_core.layers.lora_linear import LayerUpdate, LoraLinear, LoraS
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor, read_header
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.loader.source_file import SourceFile, memory_of
-from tandem.engine_core.lora.peft_config import CONFIG_FILE, PeftConfig, list_names, read_config
+from tandem.engine_core.lora.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, Stamp, file_stamp
+from tandem.engine_core.lora.peft_config import PeftConfig, list_names, read_config
 from tandem.engine_core.quantization.module_names import text_model_name
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 8 * 2**20
 """Most bytes of the header of the weights, as the loop waits while it is parsed: those of adapters of large models have
 0.2 MB, or 6 MB with all experts."""
-_PICKLE_FILE = "adapter_model.bin"
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
 _REFUSED = (
     ("lora_magnitude_vector", "DoRA"),
@@ -37,8 +36,6 @@ _REFUSED = (
 )
 """Parts of tensor names and modules, and what they are for."""
 
-Stamp = tuple[tuple[int, int, int], ...]
-
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
@@ -49,7 +46,7 @@ class HostAdapter:
     rank: int
     """Largest rank of its matrices."""
     stamp: Stamp
-    """As `file_stamp` returned before it was read."""
+    """Of the files that it was read from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,50 +64,39 @@ class _Matrices:
     b: StoredTensor
 
 
-def file_stamp(folder: Path) -> Stamp:
-    """Return inode, size and time of change of the files of an adapter, which differ if they were replaced.
-
-    Raises ConfigError if one is missing.
-    """
-    found = []
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        path = folder / name
-        if not path.is_file():
-            if name == WEIGHTS_FILE and (folder / _PICKLE_FILE).exists():
-                raise ConfigError(f"{folder} has {_PICKLE_FILE}, a pickle, which may run code; save it as safetensors")
-            raise ConfigError(f"{path} does not exist, or is not a file; an adapter is a folder in PEFT's format")
-        stat = path.stat()
-        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return tuple(found)
-
-
-def read_adapter(folder: Path, slots: LoraSlots, pin: bool = False) -> HostAdapter:
+def read_adapter(folder: Path, slots: LoraSlots, pin: bool = False, root: Path | None = None) -> HostAdapter:
     """Read an adapter into host memory.
 
-    pin: page-lock the memory, for copies to a GPU.
+    pin: page-lock the memory, for copies to a GPU; root: as in `AdapterFolder`.
 
     Raises ConfigError, with the reason, for an adapter that is broken, does not fit the model, or needs more than this
     engine supports.
     """
-    stamp, config = file_stamp(folder), read_config(folder)
-    path = folder / WEIGHTS_FILE
+    with AdapterFolder(folder, root) as opened:
+        found = _read_folder(opened, slots, pin)
+    if file_stamp(folder) != found.stamp:
+        raise ConfigError(f"{folder} changed while it was read; load it again once it is complete")
+    return found
+
+
+def _read_folder(folder: AdapterFolder, slots: LoraSlots, pin: bool) -> HostAdapter:
+    stamp, config = folder.stamp, read_config(folder.path / CONFIG_FILE, folder.opener)
+    path = folder.path / WEIGHTS_FILE
     targets = _targets(slots)
     try:
-        matrices = _matrices(read_header(path, MAX_HEADER_BYTES), targets)
+        matrices = _matrices(read_header(path, MAX_HEADER_BYTES, folder.opener), targets)
         _check_targets(config, matrices, targets, slots)
         for name, found in matrices.items():
             _check_shapes(name, found, config, targets[name], slots)
     except _AdapterError as error:
         raise ConfigError(f"{path}: {error}") from None
     updates: dict[str, LayerUpdate] = {}
-    with SourceFile(path) as file:
+    with SourceFile(path, folder.opener) as file:
         for name, linear in slots.linears.items():
             own = [target for target in targets.values() if target.linear == name and target.name in matrices]
             if own:
                 update = _update(file, linear, config, [(target, matrices[target.name]) for target in own])
                 updates[name] = _pinned(update) if pin else update
-    if file_stamp(folder) != stamp:
-        raise ConfigError(f"{folder} changed while it was read; load it again once it is complete")
     return HostAdapter(updates, max(config.rank_of(name) for name in matrices), stamp)
 
 

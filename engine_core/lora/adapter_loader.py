@@ -13,7 +13,8 @@ import torch
 from tandem.engine_core.contracts import LoadResult
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.lora_linear import LoraSlots
-from tandem.engine_core.lora.adapter_files import HostAdapter, Stamp, file_stamp, read_adapter
+from tandem.engine_core.lora.adapter_files import HostAdapter, read_adapter
+from tandem.engine_core.lora.adapter_folder import Stamp, file_stamp
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ class ThreadedLoader:
         self._stamps: dict[int, Stamp] = {}
         """Stamp of the files of each version that was read; used on the thread only."""
 
-    def read(self, version: int, path: str) -> None:
-        self._thread.submit(self._run, version, 0, lambda: self._read(version, path))
+    def read(self, version: int, path: str, root: str) -> None:
+        self._thread.submit(self._run, version, 0, lambda: self._read(version, path, root))
 
     def place(self, version: int, path: str, slot: int) -> None:
         self._thread.submit(self._run, version, slot, lambda: self._place(version, path, slot))
@@ -78,9 +79,9 @@ class ThreadedLoader:
         """Wait until all work is done."""
         self._thread.submit(int).result()
 
-    def read_now(self, version: int, path: str) -> int:
+    def read_now(self, version: int, path: str, root: str = "") -> int:
         """Read an adapter before the loop runs; return its rank. Raises ConfigError if it cannot be used."""
-        return self._thread.submit(self._read, version, path).result()
+        return self._thread.submit(self._read, version, path, root).result()
 
     def _run(self, version: int, slot: int, work: Callable[[], int]) -> None:
         problem, rank = "", 0
@@ -94,8 +95,9 @@ class ThreadedLoader:
         self._results.put(LoadResult(version, slot, rank, problem))
         self.wake()
 
-    def _read(self, version: int, path: str) -> int:
-        found = read_adapter(Path(path), self.slots, pin=self.copies is not None)
+    def _read(self, version: int, path: str, root: str) -> int:
+        below = Path(root) if root else None
+        found = read_adapter(Path(path), self.slots, self.copies is not None, below)
         self._stamps[version] = found.stamp
         self._keep(version, found)
         return found.rank
@@ -103,9 +105,11 @@ class ThreadedLoader:
     def _place(self, version: int, path: str, slot: int) -> int:
         found = self._cached.get(version)
         if found is None:
-            if file_stamp(Path(path)) != self._stamps[version]:
+            stamp = self._stamps[version]
+            if file_stamp(Path(path)) == stamp:
+                found = read_adapter(Path(path), self.slots, self.copies is not None)
+            if found is None or found.stamp != stamp:
                 raise ConfigError(f"the files in {path} have changed since they were loaded; load the adapter again")
-            found = read_adapter(Path(path), self.slots, pin=self.copies is not None)
         self._keep(version, found)
         with self.copies.stream() if self.copies is not None else nullcontext(), torch.inference_mode():
             self.slots.fill(slot, found.updates)

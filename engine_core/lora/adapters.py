@@ -98,21 +98,21 @@ class Adapters:
     @property
     def listed(self) -> AdapterList:
         """The adapters that requests may use, for frontends."""
-        return AdapterList(self.changes, [AdapterFacts(a.name, a.path, a.version) for a in self.names.values()])
+        return AdapterList(self.changes, [AdapterFacts(a.name, a.path, a.version, a.root) for a in self.names.values()])
 
-    def add(self, name: str, path: str, version: int) -> Adapter:
+    def add(self, name: str, path: str, version: int, root: str = "") -> Adapter:
         """Add an adapter that was read. version: at least the next one."""
         self._next_version = max(self._next_version, version + 1)
-        adapter = self.names[name] = Adapter(name, path, version)
+        adapter = self.names[name] = Adapter(name, path, version, root)
         self.changes += 1
         return adapter
 
     # Commands of frontends.
 
-    def load(self, client: bytes, call: int, name: str, path: str, replaces: bool) -> str:
+    def load(self, client: bytes, call: int, name: str, path: str, replaces: bool, root: str = "") -> str:
         """Start loading an adapter; the answer comes once it is there.
 
-        replaces: True if the name may be loaded already. Return the reason if it cannot be.
+        replaces: True if the name may be loaded already; root: as in `LoadAdapter`. Return the reason if it cannot be.
         """
         if name in self.names and not replaces:
             return f"the adapter {name!r} is loaded already; give load_inplace to replace it"
@@ -122,8 +122,8 @@ class Adapters:
             return f"{MAX_ADAPTERS} adapters are loaded, the most that this engine takes"
         version = self._next_version
         self._next_version += 1
-        self._reading[version] = Reading(Adapter(name, path, version), client, call)
-        self.loader.read(version, path)
+        self._reading[version] = Reading(Adapter(name, path, version, root), client, call)
+        self.loader.read(version, path, root)
         return ""
 
     def unload(self, client: bytes, call: int, name: str) -> str:

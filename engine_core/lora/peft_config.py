@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
 MAX_PATTERNS = 4096
 """Most entries of rank_pattern or alpha_pattern; a model of 80 layers has 560 linear layers."""
@@ -81,13 +80,12 @@ class PeftConfig:
         return (self.alpha if own is None else own) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
-def read_config(folder: Path) -> PeftConfig:
-    """Read the configuration of an adapter.
+def read_config(path: Path, opener: Callable[[str, int], int] | None = None) -> PeftConfig:
+    """Read the configuration of an adapter. opener: as of `open`.
 
     Raises ConfigError for a file that is missing or malformed, and by name for whatever is not supported.
     """
-    path = folder / CONFIG_FILE
-    fields = _read_object(path)
+    fields = _read_object(path, opener)
     try:
         return _parse(fields)
     except _FieldError as error:
@@ -100,11 +98,9 @@ class _FieldError(Exception):
     """A field has a value that is malformed or not supported; the text describes how."""
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist, or is not a file; an adapter is a folder in PEFT's format")
+def _read_object(path: Path, opener: Callable[[str, int], int] | None) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=opener) as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
         if len(data) > MAX_CONFIG_BYTES:
             raise ConfigError(
@@ -136,6 +132,9 @@ def _parse(fields: dict[str, Any]) -> PeftConfig:
             "when saving it (path_initial_model_for_weight_conversion)"
         )
     unknown = sorted(name for name in fields.keys() - _KNOWN - _REFUSED.keys() if fields[name])
+    switches = [name for name in unknown if name.startswith("use_")]
+    if switches:
+        raise _FieldError(f"{list_names(switches)} is not known; such a field of PEFT chooses another computation")
     if unknown:
         logger.warning("fields of an adapter that are not known and not used: %s", printable(", ".join(unknown)))
     rank, alpha = _rank(fields.get("r", 8), "r"), _alpha(fields.get("lora_alpha", 8), "lora_alpha")

@@ -47,13 +47,13 @@ def build_adapters(
     adapters = Adapters(options.max_loras, loader, save, stored.next_version)
     for facts in stored.adapters:
         try:
-            rank = loader.read_now(facts.version, facts.path)
+            rank = loader.read_now(facts.version, facts.path, facts.root)
         except ConfigError as error:
             if stored.is_given:
                 raise ConfigError(f"--lora-modules {facts.name}: {error}") from None
             logger.error("the adapter %s is no longer served: %s", facts.name, error)
             continue
-        adapters.add(facts.name, facts.path, facts.version)
+        adapters.add(facts.name, facts.path, facts.version, facts.root)
         logger.info("adapter %s of rank %d from %s", facts.name, rank, facts.path)
     save(adapters.listed, stored.next_version)
     return adapters

@@ -78,10 +78,12 @@ class EngineCalls:
         """Resume the engine if it is paused."""
         await self._answer(Resume)
 
-    async def load_adapter(self, name: str, path: str, replaces: bool) -> str:
+    async def load_adapter(self, name: str, path: str, replaces: bool, root: str) -> str:
         """Load an adapter; return "" once requests of all frontends may use it, or the reason why not."""
         remedy = "it may still be loading: GET /v1/models lists it once it is loaded"
-        reply = await self._ask(lambda call: LoadAdapter(call, name, path, replaces), self._adapter_timeout, remedy)
+        reply = await self._ask(
+            lambda call: LoadAdapter(call, name, path, replaces, root), self._adapter_timeout, remedy
+        )
         assert isinstance(reply, Answer), reply
         return "" if reply.ok else reply.message
 

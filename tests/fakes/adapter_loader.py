@@ -15,7 +15,7 @@ class FakeAdapterLoader:
     """Versions and slots, in the order in which they were asked for."""
     dropped: list[int] = field(default_factory=list)
 
-    def read(self, version: int, path: str) -> None:
+    def read(self, version: int, path: str, root: str) -> None:
         assert version not in self.read_paths
         self.read_paths[version] = path
 

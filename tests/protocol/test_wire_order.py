@@ -14,7 +14,7 @@ EndSession 4: call session key
 Hello 0: protocol_version engine_epoch name lost_identity
 Inspect 6: call
 Renew 7: adapter_changes
-LoadAdapter 10: call name path load_inplace
+LoadAdapter 10: call name path load_inplace root
 UnloadAdapter 11: call name
 KeyClaim: name max_concurrent tokens_per_minute num_sequences prompt_tokens shares_cache
 Pause 8: call mode refuse_new
@@ -28,7 +28,7 @@ Failure: request_id code message retry_after
 Finished: request_id reason stop_token_id
 Heartbeat 3: engine_epoch phase percent detail pending stats
 WeightFacts: version state problem
-AdapterFacts: name path version
+AdapterFacts: name path version root
 AdapterList: changes adapters
 InspectedSequence: client request_id state row prompt_len generated launched pages shared_pages cached_tokens
     priority preemptions age session wait http_request_id key

@@ -86,13 +86,13 @@ class LoraEngine(DrivenEngine):
                 time.sleep(0.001)
         return answer
 
-    def load(self, name: str, path: Path, load_inplace: bool = False) -> Answer:
-        self.begin_load(name, path, load_inplace)
+    def load(self, name: str, path: Path, load_inplace: bool = False, root: str = "") -> Answer:
+        self.begin_load(name, path, load_inplace, root)
         return self.await_answer()
 
-    def begin_load(self, name: str, path: Path, load_inplace: bool = False) -> Answer | None:
+    def begin_load(self, name: str, path: Path, load_inplace: bool = False, root: str = "") -> Answer | None:
         self._calls += 1
-        return self.call(LoadAdapter(self._calls, name, str(path), load_inplace))
+        return self.call(LoadAdapter(self._calls, name, str(path), load_inplace, root))
 
     def begin_unload(self, name: str) -> Answer | None:
         self._calls += 1

@@ -97,7 +97,8 @@ def adapters_router(service: Service) -> APIRouter:
                 raise unsupported("{param} is the name of the model itself; choose another", "lora_name")
             if body.name in service.client.adapters and not body.replaces:
                 raise unsupported("the adapter is loaded already; give load_inplace to replace it", "lora_name")
-            if problem := await calls.load_adapter(body.name, str(folder_below(root, body.path)), body.replaces):
+            given = str(folder_below(root, body.path)), body.replaces, str(root.resolve())
+            if problem := await calls.load_adapter(body.name, *given):
                 raise malformed(problem, "lora_path")
         return PlainTextResponse(f"Success: LoRA adapter '{body.name}' added successfully.")
 

@@ -162,6 +162,13 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "saved_modules": ({"modules_to_save": ["lm_head"]}, ("modules_to_save",)),
     "parameters": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, ("target_parameters",)),
     "tokens": ({"trainable_token_indices": [1]}, ("trainable_token_indices",)),
+    "replication": ({"layer_replication": [[0, 2], [1, 2]]}, ("layer_replication",)),
+    "activated": ({"alora_invocation_tokens": [1, 2]}, ("alora_invocation_tokens",)),
+    "qalora": ({"use_qalora": True}, ("QA-LoRA",)),
+    "arrow": ({"arrow_config": {"top_k": 2}}, ("arrow_config",)),
+    "blocks": ({"use_bdlora": {"nblocks": 2}}, ("use_bdlora",)),
+    "transposed": ({"fan_in_fan_out": True}, ("fan_in_fan_out",)),
+    "unknown_switch": ({"use_better_lora": True}, ("use_better_lora",)),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, ("init_lora_weights", "pissa")),
     "rank": ({"r": 0}, ("r is 0",)),
     "large_rank": ({"r": 16}, ("rank 16", "--max-lora-rank is 8")),
@@ -178,6 +185,50 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "untrained_target": ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, ("no tensors", "o_proj")),
     "other_tensors": ({"target_modules": ["q_proj"]}, ("v_proj", "target_modules")),
 }
+
+
+WITHOUT_EFFECT: dict[str, Any] = {
+    "auto_mapping": {"base_model_class": "X"},
+    "base_model_name_or_path": "another/name",
+    "revision": "abc",
+    "task_type": "SEQ_2_SEQ_LM",
+    "inference_mode": True,
+    "lora_dropout": 0.5,
+    "init_lora_weights": "gaussian",
+    "bias": None,
+    "use_dora": False,
+    "modules_to_save": [],
+    "layers_pattern": "layers",
+    "megatron_core": "megatron.core",
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"corda_method": "kpm"},
+    "lora_ga_config": {"direction": "ArB2r"},
+    "runtime_config": {"ephemeral_gpu_offload": False},
+    "qalora_group_size": 16,
+    "peft_version": "0.18.0",
+    "ensure_weight_tying": True,
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_fields_of_training_change_nothing(
+    name: str, slots: LoraSlots, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = read_adapter(written(tmp_path / "plain"), slots)
+    found = read_adapter(written(tmp_path / "other", **{name: WITHOUT_EFFECT[name]}), slots)
+    assert found.updates.keys() == plain.updates.keys() and not caplog.records
+    for layer, update in found.updates.items():
+        assert torch.equal(update.a, plain.updates[layer].a) and torch.equal(update.b, plain.updates[layer].b)
+
+
+def test_an_unknown_field_is_named_in_a_warning(
+    slots: LoraSlots, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read_adapter(written(tmp_path, new_field=[1], unset=None, off=False), slots)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "new_field" in record.getMessage()
+    assert "unset" not in record.getMessage() and "off" not in record.getMessage()
 
 
 @pytest.mark.parametrize("name", REFUSED)

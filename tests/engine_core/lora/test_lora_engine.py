@@ -213,6 +213,20 @@ def test_a_restarted_engine_has_the_adapters_that_were_loaded(model: Path) -> No
     assert again.load("d", first).ok and again.adapters.names["d"].version > version
 
 
+def test_files_are_in_the_root_when_they_are_loaded_and_after_a_restart(model: Path, tmp_path: Path) -> None:
+    """A link may have been changed since the frontend has followed it."""
+    root = tmp_path / "root"
+    root.mkdir()
+    inside, outside = write_adapter(root / "a", model), adapter_of(model, "outside")
+    engine = LoraEngine.start(model)
+    assert engine.load("a", inside, root=str(root)).ok
+    refused = engine.load("b", outside, root=str(root))
+    assert not refused.ok and "--lora-root" in refused.message
+    inside.rename(root / "old")
+    inside.symlink_to(outside)
+    assert not LoraEngine.restart(model).adapters.names
+
+
 def test_a_registry_that_cannot_be_written_does_not_end_the_engine(model: Path) -> None:
     """As on a full disk: adapters are served, and only an engine after this one would lack them."""
     engine = LoraEngine.start(model)

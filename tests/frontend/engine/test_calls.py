@@ -50,7 +50,9 @@ def test_a_call_without_a_reply_is_503() -> None:
     asyncio.run(wait_in_vain())
 
 
-@pytest.mark.parametrize("ask", [lambda calls: calls.load_adapter("a", "/a", False), lambda c: c.unload_adapter("a")])
+@pytest.mark.parametrize(
+    "ask", [lambda calls: calls.load_adapter("a", "/a", False, "/"), lambda c: c.unload_adapter("a")]
+)
 def test_calls_of_adapters_have_a_time_of_their_own(ask: Callable[[EngineCalls], Awaitable[str]]) -> None:
     async def wait_in_vain() -> None:
         calls = EngineCalls(lambda _: None, timeout=1000.0, adapter_timeout=0.01)
