@@ -61,6 +61,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+UPDATED_FILE = "weights-updated"
+
+
+def _updated_file(directory: Path | None) -> Path | None:
+    """Return the file that tells the next engine that a trainer has updated this one's weights."""
+    return None if directory is None else directory / UPDATED_FILE
+
+
 def serve(arguments: argparse.Namespace) -> None:
     """Run an engine until a signal stops it.
 
@@ -81,7 +89,8 @@ def serve(arguments: argparse.Namespace) -> None:
             disconnects=disconnects,
             announce=heartbeat.announce,
         )
-        engine = build_engine(engine_options(arguments), mailbox, status, adapters_file=arguments.adapters_file)
+        files = arguments.adapters_file, _updated_file(arguments.launches_dir)
+        engine = build_engine(engine_options(arguments), mailbox, status, adapters_file=files[0], updated_file=files[1])
         if launches is not None:  # an engine that fails while it loads leaves no file
             launches.open()
 

@@ -4,14 +4,20 @@
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec import Struct
 
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.plan import StepPlan
-from tandem.protocol.commands import AnyCommand
+from tandem.protocol.commands import (
+    AnyCommand,
+    FinishWeightUpdate,
+    InitWeightTransfer,
+    StartWeightUpdate,
+    UpdateWeights,
+)
 from tandem.protocol.events import (
     AnyEvent,
     Failure,
@@ -283,6 +289,23 @@ class WeightChange(Protocol):
 
     def finish(self, problem: str) -> None:
         """Take note that the change is in force, or of the problem that kept it from that."""
+
+
+UpdateCommand = InitWeightTransfer | StartWeightUpdate | UpdateWeights | FinishWeightUpdate
+"""Calls of a trainer that sends weights."""
+
+
+class WeightUpdates(Protocol):
+    """Updates of the weights by a trainer."""
+
+    def call(self, command: UpdateCommand, running: RunningMode, reply: Callable[[str], None]) -> None:
+        """Carry out a call of a trainer, now or later.
+
+        running: effect on running sequences; reply: answers the call, with its problem or "".
+        """
+
+    def advance(self) -> None:
+        """Go on with calls that wait for the trainer. Never blocks."""
 
 
 class DeviceTimes(Struct):

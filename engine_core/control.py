@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from tandem.engine_core.adapter import Adapter
-from tandem.engine_core.contracts import Compiler, WeightChange
+from tandem.engine_core.contracts import Compiler, UpdateCommand, WeightChange, WeightUpdates
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.key_limits import KeyLimits
 from tandem.engine_core.kv_cache.sessions import scoped
@@ -34,17 +34,22 @@ from tandem.protocol.commands import (
     Abort,
     AnyCommand,
     EndSession,
+    FinishWeightUpdate,
     Goodbye,
     Hello,
+    InitWeightTransfer,
     Inspect,
     KeyClaim,
     LoadAdapter,
     Pause,
     Renew,
+    ResetPrefixCache,
     Resume,
     SetPolicy,
+    StartWeightUpdate,
     Submit,
     UnloadAdapter,
+    UpdateWeights,
 )
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
@@ -104,6 +109,10 @@ class Control:
         """Last group refused for overload or a limit of its key, with the refusal, by frontend."""
         self._first_of_group: dict[bytes, int] = {}
         """Last group that was accepted while no other prompt waited, by frontend."""
+        self.updates: WeightUpdates | None = None
+        """Updates of the weights by trainers; None: there are none."""
+        self.on_resume: Callable[[], None] = lambda: None
+        """Called at each resume."""
         self._sequences = 0
         self._log = RateLimitedLog(logger, clock)
 
@@ -139,6 +148,11 @@ class Control:
                 return inspect(self.scheduler, call, self.stats, self.clock(), self.pause.mode, self.pause.refuses_new)
             case LoadAdapter() | UnloadAdapter():
                 return self._change_adapters(client, command)
+            case ResetPrefixCache(call):
+                is_empty = self.scheduler.memory.reset_prefix_cache()
+                return Answer(call, is_empty, "" if is_empty else "requests in progress hold some of its pages")
+            case InitWeightTransfer() | StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
+                return self._update_weights(client, command)
             case Renew(adapter_changes):
                 self._announcements.note(client, adapter_changes)
             case Pause():
@@ -146,6 +160,7 @@ class Control:
             case Resume(call):
                 logger.info("resumed by %s", self.clients[client])
                 self.pause.end(client, call)
+                self.on_resume()
         return None
 
     def forget(self, client: bytes) -> bool:
@@ -209,6 +224,20 @@ class Control:
         for result in adapters.take_answers():
             self._announcements.add(result, adapters.changes)
         return self._announcements.take(self.clients)
+
+    def _update_weights(self, client: bytes, command: UpdateCommand) -> Answer | None:
+        """Carry out a call of a trainer; it is answered at its end, or at once if it is refused."""
+        call = command.call
+        if self.updates is None:
+            return Answer(call, False, "the weights cannot be updated; start the engine with --enable-weight-updates")
+        if not self.pause.holds_rows:
+            return Answer(call, False, "the engine runs; pause it before an update of its weights, mode keep or abort")
+
+        def reply(problem: str) -> None:
+            self.weights.reply(client, Answer(call, not problem, problem))
+
+        self.updates.call(command, "restart" if self.pause.clear_cache else "keep", reply)
+        return None
 
     def _find_adapter(self, name: str) -> Adapter | None:
         """Return the adapter of a request. Raises RequestError if it is not loaded."""

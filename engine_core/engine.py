@@ -208,6 +208,8 @@ class Engine:
             self.scheduler.advance_adapters(now)
             for client, call, problem in self.control.take_adapter_results(adapters):
                 self.mailbox.reply(client, Answer(call, not problem, problem, adapters=adapters.listed))
+        if self.control.updates is not None:
+            self.control.updates.advance()
         self.stages.mark("drain")
         if rejected:
             self._send(self.scheduler.take_updates())

@@ -187,6 +187,9 @@ class Pause(Command, frozen=True, array_like=True, tag=8):
     mode: PauseMode
     refuse_new: bool = False
     """True to refuse requests that arrive before the `Resume`; otherwise they wait for it."""
+    clear_cache: bool = True
+    """True if requests that it keeps are computed again after the weights were updated; False if they continue with
+    their KV."""
 
 
 class Resume(Command, frozen=True, array_like=True, tag=9):
@@ -224,6 +227,64 @@ class UnloadAdapter(Command, frozen=True, array_like=True, tag=11):
     name: str
 
 
+class ResetPrefixCache(Command, frozen=True, array_like=True, tag=20):
+    """Request to drop all KV that no request uses from the prefix cache. Answered by an `Answer`."""
+
+    call: int
+
+
+class InitWeightTransfer(Command, frozen=True, array_like=True, tag=21):
+    """Join the process group of a trainer, which has rank 0 in it.
+
+    The `Answer` comes once all ranks have joined.
+    """
+
+    call: int
+    rank: int
+    """Rank of the engine."""
+    world_size: int
+    address: str = ""
+    """Host of the trainer's store; "" with a `unique_id`."""
+    port: int = 0
+    unique_id: bytes = b""
+    """NCCL's id of the group; b"": it is in the store."""
+    buffer_bytes: int = 0
+    """Size above which a broadcast ends that packs several tensors; 0: each tensor has its own."""
+
+
+class StartWeightUpdate(Command, frozen=True, array_like=True, tag=22):
+    """Begin an update of the weights. Answered by an `Answer`."""
+
+    call: int
+
+
+class UpdateWeights(Command, frozen=True, array_like=True, tag=23):
+    """Receive tensors that the trainer broadcasts in this order.
+
+    The `Answer` comes once all have arrived, or is not ok. No step is launched meanwhile, nor until the update is
+    finished.
+    """
+
+    call: int
+    names: list[str]
+    """Names that they have in a checkpoint; empty for those of the call before."""
+    dtypes: list[str]
+    shapes: list[list[int]]
+    buffer_bytes: int | None = None
+    """As in `InitWeightTransfer`, for this call; None: that of the group."""
+
+
+class FinishWeightUpdate(Command, frozen=True, array_like=True, tag=24):
+    """End an update: if all tensors have arrived, the engine computes with them from now on.
+
+    Answered by an `Answer`, which is not ok if the weights are incomplete.
+    """
+
+    call: int
+    version: str = ""
+    """Name of the version; "": the engine counts."""
+
+
 AnyCommand = (
     Hello
     | Submit
@@ -237,4 +298,9 @@ AnyCommand = (
     | Resume
     | LoadAdapter
     | UnloadAdapter
+    | ResetPrefixCache
+    | InitWeightTransfer
+    | StartWeightUpdate
+    | UpdateWeights
+    | FinishWeightUpdate
 )

@@ -367,6 +367,25 @@ class EngineOptions(Struct, frozen=True):
     speculate_max_match: Annotated[
         int, EngineFlag("number of last tokens that are compared to find the best place to draft from", bounds=(1, 16))
     ] = 4
+    enable_weight_updates: Annotated[
+        bool,
+        EngineFlag("let operators and trainers replace the weights of a running engine"),
+    ] = False
+    weight_update_hosts: Annotated[
+        str,
+        EngineFlag(
+            "addresses and networks of trainers whose process group the engine may join, separated by commas",
+            metavar="LIST",
+        ),
+    ] = "127.0.0.0/8,::1"
+    update_timeout: Annotated[
+        float,
+        EngineFlag(
+            "seconds within which a trainer has to join, and to send the tensors of one call",
+            bounds=(0.1, 86_400),
+            metavar="SECONDS",
+        ),
+    ] = 60.0
     logprobs_mode: Annotated[
         LogprobsMode,
         EngineFlag(

@@ -41,6 +41,14 @@ class ModelFacts(Struct, frozen=True, array_like=True):
     """Format of the linear layers' weights, such as "bfloat16", "fp8" or "4 bits (gptq)"; "" if it is not known."""
     kv_dtype: str = ""
     """Data type of keys and values, such as "bfloat16" or "float8_e4m3fn"; "" if it is not known."""
+    logprobs_mode: str = "raw_logprobs"
+    """What log-probabilities of generated tokens are taken from: raw_logprobs or processed_logprobs."""
+    max_loras: int = 0
+    """Number of adapters that a step may mix; 0: the engine takes none."""
+    max_lora_rank: int = 0
+    """Largest rank of an adapter."""
+    weight_transfer: str = ""
+    """Backend by which a trainer may send weights, nccl or gloo; "": it may not."""
 
 
 class Limits(Struct, frozen=True, array_like=True):

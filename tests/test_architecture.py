@@ -49,6 +49,7 @@ L3_NAMES = (
     "loader",
     "kv_cache.storage",
     *("lora.adapter_files", "lora.adapter_folder", "lora.adapter_loader", "lora.peft_config"),
+    "weight_updates",
 )
 L3 = {f"tandem.engine_core.{name}" for name in L3_NAMES}
 L4 = {"tandem.engine_core.runtime", "tandem.engine_core.constraints"}
@@ -76,6 +77,7 @@ L5_NAMES = (
             "preflight",
             "kv_calibration",
             "model_weights",
+            "weight_updates",
         )
     ),
 )

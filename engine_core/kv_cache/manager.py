@@ -481,10 +481,18 @@ class KVManager:
         for seq in holders:
             seq.cache.is_stale = True
             self.pending.remove(seq)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop the pages that no sequence reads from the prefix cache; sessions keep none.
+
+        Return False if sequences still read some.
+        """
         self.sessions.release_all()
         if self.tree is not None:
             self.pages.release(CACHE, self.tree.evict(self.tree.counts.evictable))
         self.epoch += 1
+        return not self.pages.owned().get(CACHE)
 
     def forget(self, seq: Sequence) -> None:
         """Free what a sequence without pages has kept to be continued."""

@@ -16,6 +16,8 @@ class PauseSwitch:
         """Mode of the pause; None while the engine is neither pausing nor paused."""
         self.refuses_new = False
         """True if requests that arrive are refused until the engine resumes."""
+        self.clear_cache = True
+        """True if rows that are kept are computed again under other weights."""
         self._calls: list[tuple[bytes, int]] = []
         """Frontends and numbers of the calls that wait for the pause."""
         self._resumes: list[tuple[bytes, int]] = []
@@ -36,7 +38,7 @@ class PauseSwitch:
 
         The call is answered once the engine is paused.
         """
-        self.mode, self.refuses_new = command.mode, command.refuse_new
+        self.mode, self.refuses_new, self.clear_cache = command.mode, command.refuse_new, command.clear_cache
         self._calls.append((client, command.call))
 
     def end(self, client: bytes, call: int) -> None:

@@ -21,7 +21,7 @@ class WeightSwitch:
         self.problem = ""
         """Reason of a change that failed half-way, until another one completes the weights."""
         self.change: WeightChange | None = None
-        """Change that is due; None: none is."""
+        """Change that is due, if any."""
         self._replies: list[tuple[bytes, AnyEvent]] = []
 
     @property

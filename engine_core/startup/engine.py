@@ -53,16 +53,19 @@ from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import StepCosts
+from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.startup.adapters import build_adapters
 from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.device_memory import dummy_bytes, memory_demand, wait_for_memory, weight_bytes
 from tandem.engine_core.startup.draft_model import resolve_draft
 from tandem.engine_core.startup.draft_timing import measure_draft_costs
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
+from tandem.engine_core.startup.model_weights import ModelWeights
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.step_timing import measure_costs
 from tandem.engine_core.startup.weight_formats import WeightFormats, weight_formats
+from tandem.engine_core.startup.weight_updates import UpdatedMark, build_updates, guard_restart, transfer_backend
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
@@ -150,11 +153,12 @@ def build_engine(
     status: Status,
     new_parts: Callable[[str], DeviceParts] = open_parts,
     adapters_file: Path | None = None,
+    updated_file: Path | None = None,
 ) -> Engine:
     """Load the model, size and allocate everything, and run each path once.
 
     new_parts: opens a device of the resolved kind, "cpu" or "cuda"; adapters_file: file of the adapters to load, None
-    for none.
+    for none; updated_file: file that exists while the weights in memory are not those on disk, None for no restarts.
 
     Raises ConfigError if the engine cannot start as asked; the message names the setting to change. Raises
     DeviceBusyError if it could with the memory that another process holds.
@@ -192,6 +196,12 @@ def build_engine(
     engine = _build_loop(
         config, resolved.groups, runtime, costs, draft_costs, mailbox, constraints, status, facts, adapters
     )
+    if options.enable_weight_updates:
+        weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
+        control, place = engine.control, parts.device.torch_device
+        mark = UpdatedMark(updated_file)
+        control.updates = build_updates(options, control.weights, weights, source.model, place, mailbox.wake, mark.set)
+        guard_restart(control, mark)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
         text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"
@@ -361,6 +371,8 @@ def _build_loop(
         clock=time.monotonic,
         stage_clock=time.monotonic,
         advancer=constraints.advancer,
+        weights=WeightSwitch(facts.name) if config.options.enable_weight_updates else None,
+        publish_weights=partial(setattr, status, "weights"),
     )
 
 
@@ -419,4 +431,8 @@ def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:
         template_fingerprint=template_fingerprint(directory),
         weight_format=str(model.quantization or config.dtype),
         kv_dtype=source.layout.dtype_name,
+        logprobs_mode=config.options.logprobs_mode,
+        weight_transfer=transfer_backend(config.options, config.device),
+        max_loras=config.max_adapters,
+        max_lora_rank=config.options.max_lora_rank if config.max_adapters else 0,
     )

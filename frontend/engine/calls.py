@@ -7,13 +7,18 @@ from collections.abc import Callable
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.protocol.commands import (
     EndSession,
+    FinishWeightUpdate,
+    InitWeightTransfer,
     Inspect,
     LoadAdapter,
     Pause,
     PauseMode,
+    ResetPrefixCache,
     Resume,
     SetPolicy,
+    StartWeightUpdate,
     UnloadAdapter,
+    UpdateWeights,
 )
 from tandem.protocol.events import Answer, Inspection
 
@@ -23,7 +28,10 @@ CALL_SECONDS = 10.0
 ADAPTER_SECONDS = 300.0
 """The same for a load, which reads files, and an unload, which lasts as long as the requests of the adapter."""
 
-EngineCall = EndSession | SetPolicy | Inspect | Pause | Resume | LoadAdapter | UnloadAdapter
+UpdateCall = InitWeightTransfer | StartWeightUpdate | UpdateWeights | FinishWeightUpdate
+EngineCall = (
+    EndSession | SetPolicy | Inspect | Pause | Resume | LoadAdapter | UnloadAdapter | ResetPrefixCache | UpdateCall
+)
 EngineReply = Answer | Inspection
 
 
@@ -64,19 +72,34 @@ class EngineCalls:
         answer = await self._answer(lambda call: SetPolicy(call, policy))
         return "" if answer.ok else answer.message
 
-    async def pause(self, mode: PauseMode, refuse_new: bool) -> str:
+    async def pause(self, mode: PauseMode, refuse_new: bool, clear_cache: bool = True) -> str:
         """Pause the engine; return "" once it is paused, or the reason why it is not.
 
         In mode `wait` that takes as long as the running requests.
         """
         timeout = None if mode == "wait" else self._timeout
-        reply = await self._ask(lambda call: Pause(call, mode, refuse_new), timeout)
+        reply = await self._ask(lambda call: Pause(call, mode, refuse_new, clear_cache), timeout)
         assert isinstance(reply, Answer), reply
         return "" if reply.ok else reply.message
 
     async def resume(self) -> None:
         """Resume the engine if it is paused."""
         await self._answer(Resume)
+
+    async def reset_prefix_cache(self) -> str:
+        """Drop unused KV from the prefix cache; return "", or the reason why that is not possible."""
+        answer = await self._answer(ResetPrefixCache)
+        return "" if answer.ok else answer.message
+
+    async def update_weights(self, make: Callable[[int], UpdateCall]) -> str:
+        """Carry out a call of a trainer; return "", or the reason why it failed.
+
+        It takes as long as the trainer sends, up to --update-timeout of the engine. make: returns the command, given
+        its number.
+        """
+        reply = await self._ask(make, None)
+        assert isinstance(reply, Answer), reply
+        return "" if reply.ok else reply.message
 
     async def load_adapter(self, name: str, path: str, replaces: bool, root: str) -> str:
         """Load an adapter; return "" once requests of all frontends may use it, or the reason why not."""

@@ -17,6 +17,8 @@ from tandem.frontend.access.rate_limit_headers import EXPOSED
 from tandem.frontend.api.admin.adapters import adapters_router
 from tandem.frontend.api.admin.pause import pause_router
 from tandem.frontend.api.admin.scheduler import scheduler_router
+from tandem.frontend.api.admin.trainer import trainer_router
+from tandem.frontend.api.admin.weight_updates import weight_updates_router
 from tandem.frontend.api.chat_completions.route import chat_router
 from tandem.frontend.api.completions.route import completions_router
 from tandem.frontend.api.error_response import error_answer
@@ -89,6 +91,8 @@ def build_routers(service: Service) -> list[APIRouter]:
         sessions_router,
         scheduler_router,
         pause_router,
+        trainer_router,
+        weight_updates_router,
         adapters_router,
         health_router,
     )

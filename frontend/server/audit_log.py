@@ -9,6 +9,7 @@ from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.admin.pause import NEW_REQUESTS
 from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.server.access_log import client_text
+from tandem.frontend.server.paths import TRAINER_ROUTES
 from tandem.protocol.commands import PAUSE_MODES
 from tandem.protocol.logs import AUDIT_LOGGER, with_fields
 from tandem.protocol.rate_limited_log import RateLimitedLog
@@ -46,7 +47,10 @@ class AuditLog:
             reason = "no valid key" if record.status == 401 else "a key without the right"
             self._refused.warning(kind, f"refused: {reason}", extra=self._fields(scope))
         elif (
-            path.startswith(_ADMIN) or path in _ADAPTERS or (path.startswith(_SESSIONS) and scope["method"] == "DELETE")
+            path.startswith(_ADMIN)
+            or path in _ADAPTERS
+            or path in TRAINER_ROUTES
+            or (path.startswith(_SESSIONS) and scope["method"] == "DELETE")
         ):
             self._logger.info("operator request", extra=self._fields(scope))
 

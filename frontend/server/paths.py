@@ -14,12 +14,20 @@ _OPEN_PATHS = frozenset(("/health", "/ping"))
 """Health check paths of other servers."""
 OTHER = "other"
 """Label of all paths that match no route."""
+TRAINER_ROUTES = frozenset(
+    (
+        *("/pause", "/resume", "/is_paused", "/server_info", "/get_world_size", "/reset_prefix_cache"),
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    )
+)
+"""Operator routes under vLLM's names."""
 _ROUTES = frozenset(
     (
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages"),
         *("/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/admin/pause"),
         *("/admin/resume", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/version", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/", "/docs"),
+        *TRAINER_ROUTES,
     )
 )
 _PARAMETER_ROUTES = {
@@ -45,6 +53,7 @@ ROUTE_RIGHTS: Mapping[str, Right | None] = {
     "/admin/resume": Right.ADMIN,
     "/v1/load_lora_adapter": Right.ADMIN,
     "/v1/unload_lora_adapter": Right.ADMIN,
+    **dict.fromkeys(TRAINER_ROUTES, Right.ADMIN),
     "/v1/models": None,
     "/v1/models/{model}": None,
     "/version": None,

@@ -11,6 +11,7 @@ from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.lora.adapter_loader import ThreadedLoader
 from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.weight_updates.external_updates import ExternalUpdates
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.frontend.supervisor.frontends.frontend_process import Child
@@ -35,6 +36,7 @@ PAIRS: list[tuple[type, type]] = [
     (FakeAdapterLoader, contracts.AdapterLoader),
     (ThreadedLoader, contracts.AdapterLoader),
     (FakeWeightChange, contracts.WeightChange),
+    (ExternalUpdates, contracts.WeightUpdates),
     (FakeFrontendChild, Child),
     (FrontendChild, Child),
 ]

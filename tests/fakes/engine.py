@@ -10,7 +10,22 @@ from collections.abc import Callable
 import zmq
 
 from tandem.protocol.codec import decode_command, encode, step_output, unpack_ids, with_details
-from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Pause, Resume, SetPolicy, Submit
+from tandem.protocol.commands import (
+    Abort,
+    EndSession,
+    FinishWeightUpdate,
+    Goodbye,
+    Hello,
+    InitWeightTransfer,
+    Inspect,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    SetPolicy,
+    StartWeightUpdate,
+    Submit,
+    UpdateWeights,
+)
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
@@ -49,6 +64,9 @@ def repeat_prompt(submit: Submit) -> list[int]:
     return list(itertools.islice(ids, submit.sampling.max_tokens))
 
 
+Update = InitWeightTransfer | StartWeightUpdate | UpdateWeights | FinishWeightUpdate
+
+
 class FakeEngine:
     """Runs in a thread. Each step gives every running request `tokens_per_step` tokens of its script.
 
@@ -72,7 +90,17 @@ class FakeEngine:
         self.endpoint = endpoint
         self.script = script
         self.facts = ModelFacts(
-            name, vocab_size, max_len, [END_ID], fingerprint, "cpu", "float32", 1_700_000_000, "", "fp8"
+            name,
+            vocab_size,
+            max_len,
+            [END_ID],
+            fingerprint,
+            "cpu",
+            "float32",
+            1_700_000_000,
+            "",
+            "fp8",
+            weight_transfer="gloo",
         )
         self.protocol_version = PROTOCOL_VERSION
         self.phase = Phase.READY
@@ -89,6 +117,9 @@ class FakeEngine:
         self.policy = "fcfs"
         self.pause: Pause | None = None
         self.resumed_early = False
+        self.updates: list[Update] = []
+        """Calls of a trainer, which succeed unless there is an `update_problem`."""
+        self.update_problem = ""
         self.kv_tokens = 65536
         self.max_prediction = max_prediction
         self.sessions: set[str] = set()
@@ -179,6 +210,12 @@ class FakeEngine:
                     identity in self._greeted and not self.mute
                 ):
                     self._send(router, identity, self._answer(command))
+                case InitWeightTransfer() | StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
+                    self.updates.append(command)
+                    answer = Answer(command.call, not self.update_problem, self.update_problem)
+                    self._send(router, identity, answer)
+                case ResetPrefixCache(call):
+                    self._send(router, identity, Answer(call, not self._running))
                 case Goodbye():
                     self.goodbyes += 1
                     self._forget(identity)

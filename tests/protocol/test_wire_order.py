@@ -19,6 +19,11 @@ UnloadAdapter 11: call name
 KeyClaim: name max_concurrent tokens_per_minute num_sequences prompt_tokens shares_cache
 Pause 8: call mode refuse_new
 Resume 9: call
+ResetPrefixCache 20: call
+InitWeightTransfer 21: call rank world_size address port unique_id buffer_bytes
+StartWeightUpdate 22: call
+UpdateWeights 23: call names dtypes shapes buffer_bytes
+FinishWeightUpdate 24: call version
 SetPolicy 5: call policy
 Submit 1: request_id prompt_ids sampling constraint logprobs prompt_logprobs priority session cache_salt
     http_request_id group lost_engines is_traced key constraint_seconds

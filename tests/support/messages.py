@@ -6,14 +6,19 @@ from tandem.protocol.commands import (
     PAUSE_MODES,
     Abort,
     EndSession,
+    FinishWeightUpdate,
     Goodbye,
     Hello,
+    InitWeightTransfer,
     Inspect,
     Pause,
     Renew,
+    ResetPrefixCache,
     Resume,
     SetPolicy,
+    StartWeightUpdate,
     Submit,
+    UpdateWeights,
 )
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
@@ -89,6 +94,17 @@ COMMANDS = (
     | st.builds(Renew, adapter_changes=ANY_INT)
     | st.builds(Pause, call=ANY_INT, mode=st.sampled_from(PAUSE_MODES), refuse_new=st.booleans())
     | st.builds(Resume, call=ANY_INT)
+    | st.builds(ResetPrefixCache, call=ANY_INT)
+    | st.builds(InitWeightTransfer, call=ANY_INT, rank=ANY_INT, world_size=ANY_INT, address=TEXT, port=ANY_INT)
+    | st.builds(StartWeightUpdate, call=ANY_INT)
+    | st.builds(
+        UpdateWeights,
+        call=ANY_INT,
+        names=st.lists(TEXT, max_size=3),
+        dtypes=st.lists(TEXT, max_size=3),
+        shapes=st.lists(st.lists(ANY_INT, max_size=3), max_size=3),
+    )
+    | st.builds(FinishWeightUpdate, call=ANY_INT, version=TEXT)
 )
 
 FACTS = st.builds(

@@ -48,7 +48,7 @@ def pause_body(inspection: Inspection) -> dict[str, Any]:
     return {"is_paused": status == "paused", "status": status, "mode": mode, "new_requests": new_requests}
 
 
-def _word(request: Request, name: str, allowed: tuple[str, ...], default: str) -> str:
+def query_word(request: Request, name: str, allowed: tuple[str, ...], default: str) -> str:
     """Return a query parameter with a fixed set of values.
 
     Raises ApiError 400 for any other value.
@@ -57,6 +57,11 @@ def _word(request: Request, name: str, allowed: tuple[str, ...], default: str) -
     if word not in allowed:
         raise unsupported(f"{name!r} is {word[:100]!r}; use one of {', '.join(allowed)}", name)
     return word
+
+
+def query_flag(request: Request, name: str, *, default: bool) -> bool:
+    """Return a boolean query parameter. Raises ApiError 400 for any other value."""
+    return query_word(request, name, ("true", "false", "1", "0"), str(default).lower()) in ("true", "1")
 
 
 def _parameter(name: str, allowed: tuple[str, ...], default: str) -> Schema:
@@ -97,8 +102,8 @@ def pause_router(service: Service) -> APIRouter:
         Of the open requests, mode `abort` ends all, `wait` computes those that run to their end and `keep` freezes all
         until the engine is resumed. Requests that arrive wait (`new_requests=hold`) or get a 503 (`refuse`).
         """
-        mode = cast(PauseMode, _word(request, "mode", PAUSE_MODES, DEFAULT_MODE))
-        new_requests = _word(request, "new_requests", NEW_REQUESTS, NEW_REQUESTS[0])
+        mode = cast(PauseMode, query_word(request, "mode", PAUSE_MODES, DEFAULT_MODE))
+        new_requests = query_word(request, "new_requests", NEW_REQUESTS, NEW_REQUESTS[0])
         if refusal := await calls.pause(mode, new_requests == "refuse"):
             raise ApiError(409, refusal, None, "engine_resumed")
         return {"is_paused": True, "status": "paused", "mode": mode, "new_requests": new_requests}

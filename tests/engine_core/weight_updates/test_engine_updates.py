@@ -1,0 +1,199 @@
+"""Updates of a whole engine by a trainer over gloo, in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.protocol.commands import InitWeightTransfer, ResetPrefixCache, StartWeightUpdate, UpdateWeights
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure, Finished
+from tandem.protocol.params import SamplingParams
+from tests.engine_core.models.test_llama import save_random
+from tests.support.engine_driver import CLIENT, DrivenEngine
+from tests.support.trained_engine import SIZES, TrainedEngine, described
+
+LENGTH = 12
+PROMPT = list(range(5, 45))
+
+
+def params(length: int = LENGTH) -> SamplingParams:
+    return SamplingParams(length, temperature=0.0, ignore_eos=True)
+
+
+def generate(trained: TrainedEngine) -> list[int]:
+    return trained.driven.generate([PROMPT], [params()])[0]
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    from transformers import LlamaForCausalLM
+
+    return {name: value.detach() for name, value in LlamaForCausalLM.from_pretrained(folder).named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    found = []
+    for seed in (1, 2):
+        directory = tmp_path_factory.mktemp(f"model{seed}")
+        save_random(directory, {"max_position_embeddings": 512}, seed=seed)
+        found.append(directory)
+    return found
+
+
+def expected(folder: Path, prompt: list[int] = PROMPT, length: int = LENGTH) -> list[int]:
+    """Return the answer of an engine that loads the folder."""
+    return DrivenEngine.build(EngineOptions(model=str(folder), **SIZES)).generate([prompt], [params(length)])[0]
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 3000, 2**30])
+def test_an_updated_engine_answers_as_one_that_loaded_the_weights(folders: list[Path], buffer_bytes: int) -> None:
+    first, second = (expected(folder) for folder in folders)
+    assert first != second
+    trained = TrainedEngine(folders[0])
+    assert generate(trained) == first
+    trained.pause()
+    trained.init(buffer_bytes)
+    trained.update(weights_of(folders[1]), "v2")
+    assert trained.driven.engine.control.weights.version.name == "v2"
+    trained.resume()
+    assert generate(trained) == second
+    trained.pause()
+    trained.start()
+    assert trained.send(weights_of(folders[0]), named=False).ok
+    assert trained.finish().ok
+    trained.resume()
+    assert generate(trained) == first
+
+
+def test_parts_of_an_update_come_in_several_calls(folders: list[Path]) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    trained.pause()
+    trained.init()
+    trained.start()
+    names = list(tensors)
+    for part in (names[:3], names[3:]):
+        assert trained.send({name: tensors[name] for name in part}).ok
+    assert trained.finish().ok
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
+
+
+def test_a_partial_update_leaves_the_weights_incomplete_until_a_full_one(folders: list[Path]) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    trained.pause()
+    trained.init()
+    trained.start()
+    assert trained.send(dict(list(tensors.items())[:-1])).ok
+    answer = trained.finish()
+    assert not answer.ok and list(tensors)[-1] in answer.message
+    assert not trained.finish().ok, "a second call cannot complete it"
+    trained.resume()
+    request = trained.driven.submit(PROMPT, params())
+    trained.driven.run()
+    outcome = trained.driven.outcome(request)
+    assert isinstance(outcome, Failure) and outcome.code is ErrorCode.WEIGHTS_CHANGED
+    trained.pause()
+    trained.update(tensors)
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda tensors: {**tensors, "model.extra.weight": torch.zeros(2)}, "model.extra.weight"),
+        (lambda tensors: {**tensors, "model.norm.weight": torch.zeros(3)}, "model.norm.weight"),
+        (lambda tensors: {**tensors, "model.norm.weight": tensors["model.norm.weight"].int()}, "I32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_the_first_byte(
+    folders: list[Path], change: Callable[[dict[str, Tensor]], dict[str, Tensor]], word: str
+) -> None:
+    trained = TrainedEngine(folders[0])
+    trained.pause()
+    trained.init()
+    trained.start()
+    names, dtypes, shapes = described(change(weights_of(folders[1])))
+    answer = trained.call(lambda call: UpdateWeights(call, names, dtypes, shapes))
+    assert not answer.ok and word in answer.message
+    assert not trained.finish().ok
+    trained.resume()
+    assert generate(trained) == expected(folders[0]), "the weights are as they were"
+
+
+def test_calls_out_of_order_are_refused(folders: list[Path]) -> None:
+    trained = TrainedEngine(folders[0])
+    assert not trained.call(StartWeightUpdate).ok, "it runs"
+    trained.pause()
+    assert not trained.call(StartWeightUpdate).ok, "no group"
+    assert not trained.call(lambda call: UpdateWeights(call, ["a"], ["float32"], [[1]])).ok
+    assert not trained.finish().ok
+    trained.init()
+    assert not trained.call(lambda call: UpdateWeights(call, ["a"], ["float32"], [[1]])).ok
+    trained.start()
+    assert not trained.finish().ok, "nothing was received"
+    trained.resume()
+    assert generate(trained) == expected(folders[0])
+
+
+def test_a_trainer_that_sends_nothing_is_given_up(folders: list[Path]) -> None:
+    trained = TrainedEngine(folders[0], update_timeout=1.0)
+    trained.pause()
+    trained.init()
+    trained.start()
+    names, dtypes, shapes = described(weights_of(folders[1]))
+    assert not trained.call(lambda call: UpdateWeights(call, names, dtypes, shapes)).ok
+    assert trained.driven.engine.control.weights.facts.state == "incomplete"
+    assert not trained.finish().ok
+    trained.init()
+    trained.update(weights_of(folders[1]))
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_kept_requests_go_on_under_the_new_weights(folders: list[Path], clear_cache: bool) -> None:
+    trained = TrainedEngine(folders[0])
+    request = trained.driven.submit(PROMPT, params())
+    while len(trained.driven.mailbox.received.get((CLIENT, request), [])) < 4:
+        trained.driven.engine.tick()
+    trained.pause("keep", clear_cache)
+    trained.init()
+    trained.update(weights_of(folders[1]))
+    known = len(trained.driven.tokens(request))
+    trained.resume()
+    trained.driven.run()
+    tokens = trained.driven.tokens(request)
+    assert len(tokens) == LENGTH and isinstance(trained.driven.outcome(request), Finished)
+    assert tokens[:known] == expected(folders[0])[:known]
+    if clear_cache:
+        assert tokens[known:] == expected(folders[1], PROMPT + tokens[:known], LENGTH - known)
+    assert generate(trained) == expected(folders[1]), "nothing computed under the old weights is shared"
+
+
+def test_a_host_that_is_not_allowed_is_not_contacted(folders: list[Path]) -> None:
+    trained = TrainedEngine(folders[0], weight_update_hosts="10.0.0.0/8")
+    trained.pause()
+    answer = trained.call(lambda call: InitWeightTransfer(call, 1, 2, "127.0.0.1", 9))
+    assert not answer.ok and "--weight-update-hosts" in answer.message
+
+
+def test_the_prefix_cache_is_emptied_on_request(folders: list[Path]) -> None:
+    trained = TrainedEngine(folders[0])
+    memory = trained.driven.engine.scheduler.memory
+    generate(trained)
+    assert memory.pages.owned()
+    assert trained.call(ResetPrefixCache).ok
+    assert not memory.pages.owned()
+    assert generate(trained) == expected(folders[0])
+
+
+def test_an_engine_without_the_flag_takes_no_updates(folders: list[Path]) -> None:
+    trained = TrainedEngine(folders[0], enable_weight_updates=False)
+    trained.pause()
+    answer = trained.call(StartWeightUpdate)
+    assert not answer.ok and "--enable-weight-updates" in answer.message
