@@ -75,4 +75,5 @@ def note_positions(plan: StepPlan, sequences: Mapping[int, Sequence], num_rows: 
             stats.model_lag = max(0, stats.model_lag - room - 1)
     for row in plan.other_rows:
         stats = sequences[row.seq_id].drafts
-        stats.model_lag = max(0, row.end - stats.model_len)
+        # If pages were replaced by shared ones, the device counts too many positions: they are computed as a prompt.
+        stats.model_lag = 0 if stats.model_len >= row.end else row.end

@@ -130,8 +130,9 @@ def _sequence(
 
 
 def _speculation(drafts: DraftPolicy) -> Speculation | None:
-    """Return how steps draft tokens; None if none does. There is one method."""
-    return Speculation("ngram", drafts.most, drafts.fixed is None) if drafts.most else None
+    """Return how steps draft tokens, with the method's name in vLLM; None if none does."""
+    method = "draft_model" if drafts.has_model else "ngram"
+    return Speculation(method, drafts.most, drafts.fixed is None) if drafts.most else None
 
 
 def _session(memory: KVManager, session: Session, now: float) -> InspectedSession:

@@ -15,6 +15,7 @@ from tandem.engine_core.contracts import (
 )
 from tandem.engine_core.plan import PADDING_PAGE, PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tests.fakes.constraint import own
+from tests.fakes.draft_model import FakeDraftModel
 from tests.fakes.model import choose, fold, logits_row, logprob_record
 from tests.fakes.states import FakeStates
 
@@ -81,6 +82,8 @@ class FakeRuntime:
         """Function that returns the drafts of a row, given the tokens that will follow; possibly fewer."""
         self.verified = self.verified_beside_masks = 0
         """Number of drafts that were right, and of those in steps in which other rows had masks."""
+        self.draft_model: FakeDraftModel | None = None
+        """Model that drafts; None: `draft` needs none."""
         self.is_shared: Callable[[int], bool] = lambda _: False
         """Function that returns True for a page in the prefix cache, where no row may write."""
         self.uploads = 0
@@ -126,6 +129,8 @@ class FakeRuntime:
         scored = self.scored[slot] = []
         self.uploads = 0
         states = self.states[slot] = []
+        if plan.num_drafts:
+            self._compute_spans(plan)
         for row in plan.rows:
             assert plan.logprobs >= 0 or not row.prompt_logprob_ids, (
                 f"{row} is scored in a step that wants no log-probabilities"
@@ -133,7 +138,26 @@ class FakeRuntime:
             states.append(self._verify(row, plan) if plan.num_drafts else self._forward(row, plan.max_lead))
             scored += self._scored(row, plan.logprobs)
         self.logits[slot] = [self._logits(row) for row in plan.rows if row.logits]
+        if not plan.num_drafts:  # Here the rows of these tokens have mapped their pages.
+            self._compute_spans(plan)
         self.launched[slot] = plan
+
+    def _compute_spans(self, plan: StepPlan) -> None:
+        """Compute what the draft model is to compute as prompts."""
+        assert self.draft_model is not None or not plan.draft_spans, f"step {plan.step_id} has no draft model"
+        rows = {row.seq_id: row for row in plan.rows}
+        for span in plan.draft_spans:
+            row, known = rows[span.seq_id], self.tokens[span.row]
+            assert self.draft_model is not None and self.admissions[span.seq_id].max_drafts, f"{span} needs no drafts"
+            self.draft_model.caught_up += plan.num_drafts > 0
+            if row.new_pages:
+                self._map(row)
+            tokens = [known[position] for position in range(span.end)]
+            self.draft_model.compute(row.row, tokens, self._slots(row, span.end), span.start, span.end)
+
+    def _slots(self, row: ScheduledSequence, end: int) -> list[int]:
+        """Return the slots of the positions of a row below `end`."""
+        return [self._slot(row, position, 0) for position in range(end)]
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         sampled = self.sampled_rows[slot]
@@ -184,6 +208,8 @@ class FakeRuntime:
         """Erase pages: reading them is an assertion from now on."""
         for page in pages:
             self.pool[page * self.page_size : (page + 1) * self.page_size] = [None] * self.page_size
+            if self.draft_model is not None:
+                self.draft_model.free(page * self.page_size, (page + 1) * self.page_size)
 
     def _slot(self, row: ScheduledSequence, position: int, group: int) -> int:
         page = self.page_tables[row.row][group].get(self._column(position // self.page_size, group), PADDING_PAGE)
@@ -269,9 +295,21 @@ class FakeRuntime:
         assert 0 <= newest - row.start <= plan.max_lead, f"{row} is at {newest} on the device, of {plan.max_lead}"
         most = min(plan.num_drafts, self.admissions[row.seq_id].max_drafts, self._limit(row) - 1 - length)
         drafts = self.draft(self._following(row, most))[: max(0, most)]
+        if self.draft_model is not None:
+            drafts = self._model_drafts(row, drafts, plan) if most > 0 else []
         known.update(enumerate(drafts, length))
         states = self._compute(row, newest, newest + 1 + len(drafts))
         return newest, states[newest:]
+
+    def _model_drafts(self, row: ScheduledSequence, drafts: list[int], plan: StepPlan) -> list[int]:
+        """Run the draft model; return the drafts, none if it lacks too many positions."""
+        model, known, length = self.draft_model, self.tokens[row.row], self.lengths[row.row]
+        assert model is not None, "drafts of no model"
+        tokens, slots = [known[position] for position in range(length)], self._slots(row, length + len(drafts))
+        if not model.begin(row.row, tokens, slots, len(plan.rows)):
+            return []
+        model.follow(row.row, tokens, slots, drafts, plan.num_drafts)
+        return drafts
 
     def _following(self, row: ScheduledSequence, count: int) -> list[int]:
         """Return the tokens that a row gets next."""
@@ -304,6 +342,8 @@ class FakeRuntime:
             if not row.constrained:
                 known.update(enumerate([max(token, 0) for token in run], length))
                 self.lengths[row.row] = length + len(run)
+                if self.draft_model is not None and drafts:
+                    self.draft_model.lengths[row.row] = length + min(len(run), plan.num_drafts) - 1
                 assert self.lengths[row.row] <= self._limit(row), f"{row} is beyond its limit"
             if plan.logprobs >= 0:
                 scored = zip(of_row, run, strict=False)

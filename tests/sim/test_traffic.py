@@ -45,6 +45,9 @@ SHAPES = {
     "drafts, short of pages and calm": Shape(2, 0.1, pages=(12, 30), requests=20, calm=True, drafts=7),
     "drafts, small pages": Shape(2, 0.0, page_size=1, pages=(40, 70), drafts=7),
     "drafts and windows": Shape(2, 0.1, cache=True, pages=(30, 60), windows=(None, 9, 5), drafts=7, sessions=0.4),
+    "a draft model": Shape(depth=2, constrained=0.3, cache=True, drafts=3, draft_model=True, sessions=0.4),
+    "a draft model, adaptive": Shape(2, 0.0, cache=True, drafts=0, draft_model=True, sessions=0.4, requests=20),
+    "a draft model, short of pages": Shape(2, 0.3, pages=(10, 30), priorities=True, drafts=0, draft_model=True),
     "drafts in static batches": Shape(depth=2, constrained=0.2, static=True, drafts=2),
 }
 
@@ -63,6 +66,9 @@ EXPECTED = {
     "short of pages and calm": (*SHARING, "for lack of pages"),
     "small pages and calm": (*SHARING, "for lack of pages"),
     "windows": SHARING,
+    "a draft model": ("drafted", "caught_up"),
+    "a draft model, adaptive": ("drafted", "caught_up"),
+    "a draft model, short of pages": ("drafted", "preemptions"),
     "windows and short of pages": (*SHARING, "for lack of pages"),
     "windows and calm": (*SHARING, "for lack of pages"),
     "windows in all layers": (*SHARING, "session hits"),
@@ -155,8 +161,11 @@ def test_random_traffic_equals_the_sequential_reference(name: str) -> None:
         verified += world.runtime.verified
         beside_masks += world.runtime.verified_beside_masks
         happened.update(world.happened())
+        if (model := world.runtime.draft_model) is not None:
+            happened.update(drafted=model.drafted, lacking=model.lacking, caught_up=model.caught_up)
     assert (jumped > 0) == (SHAPES[name].constrained > 0)
     assert (verified > 0) == (SHAPES[name].drafts is not None)
+    assert happened["lacking"] <= happened["drafted"] / 20, "rows that lack positions of the draft model"
     assert beside_masks or name != "drafts and grammars"
     if SHAPES[name].depth == 2:
         assert overlaps > launches / 2, f"only {overlaps} of {launches} launches had a step in flight before them"

@@ -106,6 +106,8 @@ class Shape:
     """Bounds of the number of slots for recurrent states; None: the model has no recurrent layers."""
     drafts: int | None = None
     """Number of drafts that steps verify; 0: it follows what the rows accept; None: no step does."""
+    draft_model: bool = False
+    """Whether a model drafts."""
 
 
 class Traffic:

@@ -30,6 +30,7 @@ from tandem.protocol.events import NO_LIMIT, Failure, Limits, ModelFacts
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
 from tests.fakes.constraint import FakeAdvancer, FakeCompiler
+from tests.fakes.draft_model import FakeDraftModel
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
@@ -201,7 +202,10 @@ class World:
             self.runtime.time_of = lambda plan: times.choice([0.0, 0.5, 1.0, 5.0]) * len(plan.rows)
         drafts = None
         if shape.drafts is not None:
-            drafts = DraftPolicy(draft_sizes("ngram", shape.drafts or "auto"), shape.drafts or None)
+            sizes = draft_sizes("ngram", shape.drafts or "auto")
+            drafts = DraftPolicy(sizes, shape.drafts or None, has_model=shape.draft_model)
+            if shape.draft_model:
+                self.runtime.draft_model = FakeDraftModel(max_rows)
             guesses = random.Random(f"drafts of {times.random()}")
             self.runtime.draft = lambda following: guess(guesses, following)
         self.scheduler = Scheduler(self.rows, self.memory, limits, policy, costs, drafts)

@@ -1,0 +1,100 @@
+"""Draft models that are refused, and the memory of one that is not."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.startup.engine import resolve_engine
+from tandem.engine_core.startup.preflight import preflight
+from tandem.protocol.engine_options import EngineOptions
+from tests.support.model_folder import write_config, write_model
+from tests.support.tiny_llama import CONFIG
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder in (target, draft):
+        folder.mkdir()
+        write_model(folder)
+    return target, draft
+
+
+def resolve(target: Path, draft: Path, **options: Any) -> Any:
+    sizes: dict[str, Any] = {"max_len": 64, "kv_tokens": 512, "max_rows": 4}
+    asked = EngineOptions(model=str(target), device="cpu", speculate=f"model:{draft}", **sizes | options)
+    return resolve_engine(asked, cuda=False)
+
+
+def tokenizer(folder: Path, vocab: Any, *added: tuple[str, int]) -> None:
+    tokens = [{"id": number, "content": content} for content, number in added]
+    (folder / "tokenizer.json").write_bytes(msgspec.json.encode({"model": {"vocab": vocab}, "added_tokens": tokens}))
+
+
+def test_its_memory_is_that_of_its_own_layers(folders: tuple[Path, Path]) -> None:
+    source = resolve(*folders).source
+    assert source.draft is not None and source.draft.directory == folders[1]
+    assert source.token_bytes == 2 * source.layout.token_bytes, "the same model twice"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"vocab_size": CONFIG.vocab_size + 8}, str(CONFIG.vocab_size + 8)),
+        ({"max_position_embeddings": 32}, "32.*--max-len is 64"),
+        ({"architectures": ["BertModel"]}, "BertModel"),
+    ],
+)
+def test_another_vocabulary_length_or_architecture_is_refused(
+    change: dict[str, Any], named: str, folders: tuple[Path, Path]
+) -> None:
+    write_config(folders[1], CONFIG, **change)
+    with pytest.raises(ConfigError, match=rf"(?s)--speculate model:.*{named}"):
+        resolve(*folders)
+
+
+def test_windows_are_refused(folders: tuple[Path, Path]) -> None:
+    change = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+    write_config(folders[1], CONFIG, **change)
+    with pytest.raises(ConfigError, match=r"--speculate model:.*windows"):
+        resolve(*folders)
+    with pytest.raises(ConfigError, match=r"--speculate model:.*windows"):
+        resolve(folders[1], folders[0])
+
+
+def test_a_folder_that_is_missing_is_named(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match="--speculate model:/nowhere"):
+        resolve(folders[0], Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "added"), [({"a": 0, "b": 2}, ()), ({"a": 0}, ()), ({"a": 0, "b": 1}, (("<end>", 7),))]
+)
+def test_another_tokenizer_is_refused(
+    vocab: dict[str, int], added: tuple[tuple[str, int], ...], folders: tuple[Path, Path]
+) -> None:
+    tokenizer(folders[0], {"a": 0, "b": 1})
+    tokenizer(folders[1], vocab, *added)
+    with pytest.raises(ConfigError, match=r"--speculate model:.*tokenizer"):
+        resolve(*folders)
+
+
+def test_tokenizers_are_equal_if_their_ids_are(folders: tuple[Path, Path]) -> None:
+    tokenizer(folders[0], {"b": 1, "a": 0}, ("<end>", 2))
+    tokenizer(folders[1], [["a", -1.0], ["b", -2.0]], ("<end>", 2))
+    assert resolve(*folders).source.draft is not None
+    (folders[1] / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        resolve(*folders)
+
+
+def test_the_report_of_a_check_has_its_memory(folders: tuple[Path, Path]) -> None:
+    options = EngineOptions(model=str(folders[0]), device="cpu", max_len=64, kv_tokens=512, max_rows=4)
+    alone = preflight(options, [], lambda: 2**34, lambda: 2**34)
+    both = preflight(structs.replace(options, speculate=f"model:{folders[1]}"), [], lambda: 2**34, lambda: 2**34)
+    assert not both.problems and "draft model" in both.model and "draft model" not in alone.model
+    assert f"{resolve(*folders).source.layout.token_bytes} bytes" in both.model["draft model"]
