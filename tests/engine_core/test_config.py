@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tandem.engine_core.config import (
     ModelShape,
@@ -166,6 +167,15 @@ def test_numbers_of_drafts_are_padded_to_those_that_are_captured(tokens: Any, si
     assert config.draft_sizes == sizes and config.max_lead == 2 * sizes[-1]
     assert all(rows * (1 + drafts) <= 512 for rows, drafts in config.verify_shapes)
     assert decide("cuda").verify_shapes == () and decide("cuda").max_lead == 0
+
+
+def test_a_ring_of_pages_has_room_for_the_positions_ahead_of_the_host() -> None:
+    """Even if steps are shorter than the drafts in flight."""
+    sizes: dict[str, Any] = {"max_step_tokens": 8, "prefill_chunk": 8, "max_rows": 4, "page_size": 1, "max_len": 256}
+    sizes |= {"kv_windows": (16,), "draft_sizes": (7,), "depth": 2}
+    config = structs.replace(decide(), **sizes)
+    assert [columns.ring for columns in config.page_columns] == [16 + 1 + 14 + 2]
+    assert structs.replace(config, draft_sizes=()).page_columns[0].ring == 16 + 8 + 2
 
 
 def test_mixed_graphs_need_decode_graphs() -> None:

@@ -281,6 +281,18 @@ def test_a_decode_step_stores_equal_columns_once() -> None:
     assert packed.total <= 4 * len(rows), "columns with the same content share their offset"
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_the_longest_row_counts_the_drafts_in_flight_and_those_of_the_step(num_drafts: int) -> None:
+    rows = tuple(ScheduledSequence(number, number, 10 * number, 1, True) for number in range(1, 4))
+    out = np.zeros(200, dtype=np.int32)
+    empty: dict[str, Any] = {"needs_mask": False, "logprobs": -1, "updated_rows": ()}
+    plan = StepPlan.decode_only(1, rows, **empty, num_drafts=num_drafts, max_lead=7)
+    assert pack(plan, MAX_LEN, COLUMNS, out).longest == 31 + 7 + num_drafts
+    prompt = ScheduledSequence(9, 5, 0, 4, True, tokens=pack_ids([1, 2, 3, 4]))
+    mixed = StepPlan.decode_only(1, rows, **empty, max_lead=7).followed_by(StepPlan.of(1, (prompt,)))
+    assert pack(mixed, MAX_LEN, COLUMNS, out).longest == 31 + 7
+
+
 def test_new_pages_follow_the_inputs_of_a_decode_graph() -> None:
     """The graph of a decode step reads rows and positions; the uploads of its rows lie behind them."""
     rows = (ScheduledSequence(1, 1, 8, 1, True, new_pages=(7,), first_page=2), ScheduledSequence(2, 2, 30, 1, True))

@@ -153,6 +153,8 @@ class TestLimits:
     def test_no_step_has_more_positions_than_steps_may_have(self) -> None:
         policy = DraftPolicy(DRAFT_SIZES, 7, max_positions=32)
         assert [policy.choose(rows_of(rows)) for rows in (4, 5, 8, 16, 17)] == [7, 5, 3, 1, 0]
+        wide = DraftPolicy(DRAFT_SIZES, 7, max_positions=8192)
+        assert [wide.choose(rows_of(rows)) for rows in (64, 65, 257)] == [7, 5, 0]
 
 
 class TestCatchUp:

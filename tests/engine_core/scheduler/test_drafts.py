@@ -9,6 +9,7 @@ from tandem.engine_core.graph_sizes import DRAFT_SIZES
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.commit import masked_tokens
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
+from tandem.engine_core.scheduler.policy import MAX_STEPS_SKIPPED
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import StepWork
 from tandem.engine_core.sequence import Sequence
@@ -46,6 +47,7 @@ def test_runs_of_any_length_are_committed() -> None:
     assert delta.request_ids == [1, 1, 1, 2, 3, 3, 3, 3] and delta.tokens == list(range(20, 28))
     assert (delta.drafted, delta.drafts) == ([1, 2, 3], [3, 2, 0, 3, 0, 0, 3, 3, 0])
     assert [seq.pending for seq in sequences] == [1, 1, 1]
+    assert [(seq.drafts.drafted, seq.drafts.accepted) for seq in sequences] == [(3, 2), (3, 0), (3, 3)]
     plan = launched(scheduler, 3)
     assert [(row.start, row.length) for row in plan.rows] == [(8, 1), (6, 1), (9, 1)]
     assert scheduler.audit() == []
@@ -212,7 +214,17 @@ def test_steps_with_prompts_verify_no_drafts() -> None:
     assert began(scheduler, sequence(1, max_tokens=20)).num_drafts == 3
     added(scheduler, sequence(2, max_tokens=20, first=30))
     plan = launched(scheduler, 3)
-    assert plan.num_drafts == 0 and plan.max_lead == 3
+    assert (plan.num_drafts, plan.max_lead, plan.total_tokens) == (0, 3, 1 + 5)
+
+
+def test_a_step_with_a_choice_among_all_rows_counts_the_drafts_in_flight() -> None:
+    """Such as one with a prompt that is overdue."""
+    scheduler, late = drafting(), sequence(2, max_tokens=20, first=30)
+    began(scheduler, sequence(1, max_tokens=20))
+    added(scheduler, late)
+    late.steps_skipped = MAX_STEPS_SKIPPED
+    plan = launched(scheduler, 3)
+    assert (len(plan.rows), plan.num_drafts, plan.max_lead, plan.total_tokens) == (2, 0, 3, 1 + 5)
 
 
 def test_a_row_with_a_grammar_gets_one_token_of_a_step_in_which_others_verify_drafts() -> None:

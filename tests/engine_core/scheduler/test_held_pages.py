@@ -1,12 +1,17 @@
 """Pools with the pages of one sequence, which `held_pages` counts, compute any sequence that they accept."""
 
 import random
+from contextlib import nullcontext
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine_core.contracts import StepResult
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.page_counts import held_pages
 from tandem.engine_core.plan import PADDING_PAGE, StepPlan
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
@@ -108,3 +113,17 @@ def test_that_a_sequence_holds_all_of_them(case: Case) -> None:
     """Without drafts, at some step of a sequence that is longer than its windows."""
     longer = case._replace(num_drafts=0, prompt=1, max_tokens=80)
     assert computed(longer, 1) == longer.pages
+
+
+@pytest.mark.parametrize(("windows", "needed"), [((None,), 16), ((9,), 3 + 4), ((None, 9), 16 + 7)])
+def test_a_sequence_is_refused_if_the_pages_ahead_of_the_host_do_not_fit(
+    windows: tuple[int | None, ...], needed: int
+) -> None:
+    """Rows of a window hold those of 14 drafts in flight too."""
+    seq, lead = submitted(1, range(4), SamplingParams(61)), 14
+    for total in (needed, needed - 1):
+        manager = KVManager(PageAllocator(total + 1), 4, windows=windows, max_lead=lead)
+        assert manager.pages.total == total
+        refused = pytest.raises(RequestError, match=rf"\b{needed} KV pages\b.*\b{total};")
+        with nullcontext() if total == needed else refused:
+            manager.check_fits(seq)
