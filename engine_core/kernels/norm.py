@@ -35,7 +35,7 @@ def normalize(x, weight, eps, hidden: tl.constexpr, dtype: tl.constexpr):
     return (quotient.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _rms_norm_kernel(
     normed_ptr,
     total_ptr,

@@ -21,7 +21,7 @@ from tandem.engine_core.kernels.sampling.sort_key import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _greedy_kernel(
     logits_ptr,
     rows_ptr,

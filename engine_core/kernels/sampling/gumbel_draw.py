@@ -114,7 +114,7 @@ def draw_token(
     return token, tl.max(tl.where(ids == token, x, float("-inf")), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _draw_kernel(
     logits_ptr,
     rows_ptr,

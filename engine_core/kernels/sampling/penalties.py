@@ -44,7 +44,7 @@ MIN_PARTS, MARK_PROGRAMS = 8, 2048
 large GPU."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "masked_ptr"])
 def _mark_kernel(
     rows_ptr,
     positions_ptr,
@@ -167,7 +167,7 @@ def _adjust_tile(
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _adjust_kernel(
     logits_ptr,
     rows_ptr,

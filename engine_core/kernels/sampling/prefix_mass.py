@@ -45,7 +45,7 @@ def _is_ahead(x, rank, start):
     return ahead
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _prefix_mass_kernel(
     logits_ptr,
     rows_ptr,

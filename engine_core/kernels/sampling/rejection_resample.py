@@ -175,7 +175,7 @@ def _draw_again(
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _rejection_resample_kernel(
     logits_ptr,
     rows_ptr,

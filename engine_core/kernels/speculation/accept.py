@@ -18,7 +18,7 @@ DRAFTS_SHIFT = tl.constexpr(reference.DRAFTS_SHIFT)
 SOURCE_SHIFT = tl.constexpr(reference.SOURCE_SHIFT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["counts_ptr"])
 def _accept_kernel(
     sampled_ptr,
     counts_ptr,

@@ -20,7 +20,7 @@ from tandem.engine_core.kernels.speculation.draft_tokens import MAX_QUERIES, loa
 from tandem.engine_core.kernels.speculation.reference import VerifyTokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _verify_inputs_kernel(
     input_ids_ptr,
     slot_mapping_ptr,
