@@ -13,6 +13,7 @@ from tandem import engine_core
 from tandem.engine_core.models.registry import Model
 from tandem.frontend.offline.llm import LLM, RequestError
 from tests.e2e.default_model.test_serving import MODEL, QUESTIONS, ask
+from tests.support.lora_folder import write_adapter
 from tests.support.paged_model import PagedRun, load
 from tests.support.refusals import numbers_in
 
@@ -30,8 +31,9 @@ def plain_logits(model: Model, ids: list[int]) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM() as running:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    adapter = write_adapter(tmp_path_factory.mktemp("adapter"), SHIPPED, size=0.6)
+    with LLM(enable_lora=True, lora_modules={"french": adapter}) as running:
         yield running
         pid = running.engine_pid
     assert pid is not None and not psutil.pid_exists(pid)
@@ -134,6 +136,13 @@ def test_offline_streams_equal_the_whole_answers(llm: LLM) -> None:
     assert (
         "".join(piece.text for piece in llm.stream_chat(talk, temperature=0)) == llm.chat(talk, temperature=0)[0].text
     )
+
+
+def test_lora_of_a_call_names_an_adapter(llm: LLM) -> None:
+    given = {"max_tokens": 8, "temperature": 0, "progress": False}
+    base, french = (llm.generate(QUESTIONS[0], **given, **names)[0] for names in ({}, {"lora": "french"}))
+    assert base.text != french.text
+    assert llm.generate(QUESTIONS[0], **given, lora="nothing")[0].error is not None
 
 
 def test_an_llm_that_is_closed_while_it_generates_leaves_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
