@@ -230,7 +230,7 @@ class Control:
         call = command.call
         if self.updates is None:
             return Answer(call, False, "the weights cannot be updated; start the engine with --enable-weight-updates")
-        if not self.pause.holds_rows:
+        if not isinstance(command, InitWeightTransfer) and not self.pause.holds_rows:
             return Answer(call, False, "the engine runs; pause it before an update of its weights, mode keep or abort")
 
         def reply(problem: str) -> None:
