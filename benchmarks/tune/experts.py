@@ -2,9 +2,10 @@
 
     python -m benchmarks.tune.experts --model qwen3-30b-a3b [--bits 16 8] [--tokens 1 8 64 256 8192] [--minutes 4]
 
---model: a folder with a config.json, or a name in benchmarks/shapes; --bits: of weights, 8 for FP8 in blocks. Layers
-with different weights run in one CUDA graph as in the engine, from the norm to the sum of the experts, with uniform
-routing. A plan replaces the current one if the layers are faster with it in each of three trials.
+--model: a folder with a config.json, or a name in benchmarks/shapes; --bits: of weights, 8 for FP8 in blocks, 4 for
+INT4 in groups of 128. Layers with different weights run in one CUDA graph as in the engine, from the norm to the sum of
+the experts, with uniform routing. A plan replaces the current one if the layers are faster with it in each of three
+trials.
 """
 
 import argparse
@@ -28,14 +29,19 @@ from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.moe import MixtureOfExperts, RoutingSwitch
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.triton_experts import TritonExperts
+from tandem.engine_core.layers.triton_int4_experts import TritonInt4Experts
 from tandem.engine_core.model_config import ModelConfig, MoEConfig
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 PARTS: tuple[ExpertPart, ...] = ("gate_up", "down")
-SCHEMES = {16: None, 8: EightBitScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128))}
+SCHEMES = {
+    16: None,
+    8: EightBitScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128)),
+    4: Int4Scheme("compressed-tensors", 128, symmetric=True),
+}
 WEIGHT_BYTES = 12e9
 """Bytes of the layers that run one after the other: more than a step's experts leave in the L2 cache."""
 TRIALS = 3
@@ -92,7 +98,7 @@ class LayerTimer:
         # The engine caches its choices by the table's name.
         tiles = replace(self.gpu.tiles, device=f"{self.gpu.name} with {hash(tuple(plans.items()))}", experts=plans)
         for layer in self.layers:
-            assert isinstance(layer.experts, TritonExperts)
+            assert isinstance(layer.experts, TritonExperts | TritonInt4Experts)
             layer.experts.gpu = replace(self.gpu, tiles=tiles)
         x = torch.randn(tokens, len(self.norm.weight), device=self.norm.weight.device, dtype=torch.bfloat16)
 
@@ -115,7 +121,7 @@ def tune(
     assert moe is not None, f"{model.architecture} has no experts"
     found: Plans = {}
     for count in tokens:
-        x_bits = 16 if bits == 16 or count <= GEMV_TOKENS else 8
+        x_bits = 8 if bits == 8 and count > GEMV_TOKENS else 16
         sizes = bits, x_bits, model.hidden_size, moe.width, moe.experts, moe.top_k, count
         plans: Plans = {}
         for part in PARTS:

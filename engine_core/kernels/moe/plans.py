@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import ExpertPlan, GemvPlan, GroupedPlan, RouterPlan
+from tandem.engine_core.kernels.tiles.plan_types import INT4_BLOCK, ExpertPlan, GemvPlan, GroupedPlan, RouterPlan
 from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey
 
 GEMV_TOKENS = 4
 """Maximum number of tokens for which each pair of a token and an expert is a GEMV."""
-INT4_BLOCK = 128
-"""Inputs of the largest block of the layout of int4 weights."""
+INT4_OTHER_BYTES = 34 * 1024
+"""Maximum shared memory of a program with int4 weights besides its stages: before Hopper, unpacked weights pass through
+it to the tensor cores."""
 NORMED_TOKENS = 16
 """Maximum number of tokens for which the norm is fused into the router's matmul."""
 WIDE_SHARED_MEMORY = 160 * 1024
@@ -95,8 +96,9 @@ def _int4_rule(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
         return GemvPlan(4 if gated else 8, min(2048, max(INT4_BLOCK, whole)))
     block = min(64, block_pairs(key.tokens * key.top_k, key.experts))
     plan = GroupedPlan(block, 64 if gated else 128, 128, 4, 4 if block <= 32 else 8)
-    stage = (128 * 4 + plan.block_m * key.x_bits) // 8 * plan.block_k
-    stages = gpu.max_stages(stage, warpgroup=True)
+    # Words and inputs, and a scale and a zero point for each of 128 rows.
+    stage = (128 * 4 + plan.block_m * key.x_bits) // 8 * plan.block_k + 128 * 5
+    stages = gpu.max_stages(stage, INT4_OTHER_BYTES, warpgroup=True)
     return plan if plan.stages <= stages else replace(plan, stages=stages)
 
 

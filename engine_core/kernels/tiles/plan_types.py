@@ -8,6 +8,9 @@ from tandem.engine_core.integers import ceil_div
 INT4_STRIDE = 32
 """Required divisor of the inputs and of the group size of an int4 matmul."""
 
+INT4_BLOCK = 128
+"""Inputs of the largest block of the layout of int4 weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tandem.engine_core.kernels.tiles.plan_types import (
+    INT4_BLOCK,
     INT4_STRIDE,
     DecodePlan,
     ExpertPlan,
@@ -390,16 +391,20 @@ def expert_problem(key: ExpertKey, plan: ExpertPlan) -> str:
     """Return the reason for which the kernels of experts reject a plan, empty if they accept it."""
     if key.tokens not in EXPERT_BUCKETS:
         return f"tokens {key.tokens} must be one of {', '.join(map(str, EXPERT_BUCKETS))}"
-    if (key.weight_bits, key.x_bits) not in ((16, 16), (8, 16), (8, 8)):
+    if (key.weight_bits, key.x_bits) not in ((16, 16), (8, 16), (8, 8), (4, 16)):
         return f"weights of {key.weight_bits} bits and activations of {key.x_bits} have no kernel"
     if isinstance(plan, GemvPlan):
         if not _powers_of_two(plan.rows, plan.block_k, plan.warps) or plan.rows > 128 or plan.block_k < 16:
             return f"rows {plan.rows}, block_k {plan.block_k} and warps must be powers of two, rows at most 128"
+        if key.weight_bits == 4 and plan.block_k < INT4_BLOCK:
+            return f"block_k {plan.block_k} must hold a block of {INT4_BLOCK} inputs of int4 weights"
         return ""
     if not _powers_of_two(plan.block_m, plan.block_n, plan.block_k, plan.warps) or min(plan.block_m, plan.block_n) < 16:
         return (
             f"block_m {plan.block_m}, block_n {plan.block_n}, block_k {plan.block_k} must be powers of two from 16 on"
         )
+    if key.weight_bits == 4 and not INT4_STRIDE <= plan.block_k <= INT4_BLOCK:
+        return f"block_k {plan.block_k} of int4 weights must be from {INT4_STRIDE} to {INT4_BLOCK}"
     if key.weight_bits == 8 and max(plan.block_n, plan.block_k) > SCALED_INPUTS:
         return f"block_n {plan.block_n} and block_k {plan.block_k} must be in one block of scales of {SCALED_INPUTS}"
     if key.x_bits == 8 and (plan.block_k, plan.block_n) != (SCALED_INPUTS, SCALED_INPUTS) and key.part == "gate_up":

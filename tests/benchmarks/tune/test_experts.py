@@ -21,7 +21,7 @@ def key_of(part: ExpertPart, tokens: int, weight_bits: int = 16, x_bits: int = 1
     return ExpertKey(part, weight_bits, x_bits, 2048, 768, 128, 8, tokens)
 
 
-@pytest.mark.parametrize("bits", [(16, 16), (8, 16), (8, 8)])
+@pytest.mark.parametrize("bits", [(16, 16), (8, 16), (8, 8), (4, 16)])
 @pytest.mark.parametrize("tokens", EXPERT_BUCKETS)
 def test_rules_and_candidates_are_plans_that_the_kernels_accept(tokens: int, bits: tuple[int, int]) -> None:
     for part in PARTS:
