@@ -1,6 +1,7 @@
 """A whole engine on the CUDA path with its real kernels in Triton's interpreter generates a dense model's tokens."""
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from tandem.engine_core.startup import engine as startup_engine
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_qwen3_5 import save_random as save_hybrid
+from tests.engine_core.models.test_qwen3_5_moe import save_random as save_hybrid_moe
 from tests.fakes.recording_gpu import interpreted_parts
 from tests.support.engine_driver import DrivenEngine
 from tests.support.model_folder import write_model
@@ -71,9 +73,10 @@ def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_dense_model(tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
-def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_hybrid_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [save_hybrid, save_hybrid_moe], ids=["dense", "experts"])
+def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_hybrid_model(save: Any, tmp_path: Path) -> None:
     """Three sequences take turns in two rows, in graphs of decode steps and of prompts beside them."""
-    model = save_hybrid(tmp_path, {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]})
+    model = save(tmp_path, {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]})
     options = EngineOptions(
         model=str(tmp_path),
         device="cuda",
