@@ -20,6 +20,7 @@ class FakeConstraint:
     - runs N: begins with N forced ids; some of the others are followed by a forced run, which may end with the end id
     - stops N: any id but the end, and complete after N
     - dies N: any id, and after N nothing is allowed
+    - thinks N: any id but the end up to the first N, and from the one after it on as with parity
     - breaks N: anything is allowed, but the token after N is rejected
     """
 
@@ -27,6 +28,7 @@ class FakeConstraint:
         self.rule, _, number = grammar.partition(" ")
         self.limit = int(number or 0)
         self.taken = 0
+        self.is_thinking = self.rule == "thinks"
         self.queue = [2 + step * 7 % (VOCAB - 2) for step in range(self.limit)] if self.rule == "runs" else []
         """Ids that are forced next."""
         self.problem_text = ""
@@ -49,9 +51,11 @@ class FakeConstraint:
         if token == 0:
             return False
         match self.rule:
-            case "parity" if self.taken % 2:
+            case "thinks" if self.is_thinking:
+                return token != END
+            case "parity" | "thinks" if self.taken % 2:
                 return token % 2 == 1 and token != END
-            case "parity":
+            case "parity" | "thinks":
                 return token == END or token % 2 == 0
             case "runs" if self.queue:
                 return token == self.queue[0]
@@ -67,6 +71,8 @@ class FakeConstraint:
             self.problem_text = f"{token} cannot follow {self.taken} tokens"
             return False
         self.taken += 1
+        if self.is_thinking and token == self.limit:
+            self.is_thinking, self.taken = False, 0
         if self.queue:
             self.queue.pop(0)
         elif self.rule == "runs" and token % 3 == 0:
