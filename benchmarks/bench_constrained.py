@@ -52,6 +52,8 @@ from tandem.frontend.cli.bench.workloads import Load, Request, Span, Workload
 from tandem.frontend.progress import Progress
 
 COMPILATIONS, WALKS, LONGEST_WALK = 5, 20, 80
+DRAFTS = 3
+"""Drafts of a row whose masks are timed."""
 SLO = Slo(500.0, 50.0)
 Clock = Callable[[], float]
 
@@ -59,7 +61,7 @@ Clock = Callable[[], float]
 def measure_grammar(
     grammars: Grammars, mask_builder: MaskBuilder, schema: Schema, rng: random.Random
 ) -> dict[str, Any]:
-    """Measure a schema: compilation in milliseconds, a mask in microseconds."""
+    """Measure a schema: compilation in milliseconds, and in microseconds a mask, and the masks of a row with drafts."""
     text = LLMatcher.grammar_from_json_schema(schema)
     compilations = []
     for _ in range(COMPILATIONS):
@@ -67,22 +69,44 @@ def measure_grammar(
         compiled_grammar = grammars.compile(text)
         compilations.append(time.perf_counter() - start)
     mask = np.zeros((1, ceil_div(grammars.vocab_size, 32)), dtype=np.int32)
-    masks = []
+    masks, runs = [], []
     for _ in range(WALKS):
+        tokens: list[int] = []
         constraint = compiled_grammar.constraint(ignore_ends=True)
         for _ in range(LONGEST_WALK):
             start = time.thread_time()
             mask_builder.fill([(constraint, 0)], mask)
             masks.append(time.thread_time() - start)
             allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
-            assert constraint.accept(int(rng.choice(allowed))), constraint.problem
+            tokens.append(int(rng.choice(allowed)))
+            assert constraint.accept(tokens[-1]), constraint.problem
             if constraint.is_complete:
                 break
+        runs += measure_runs(compiled_grammar.first, tokens, mask.shape[1])
     return {
         "compile_ms": statistics.median(compilations) * 1e3,
         "mask_us": distribution(masks, 1e6),
         "masks": len(masks),
+        "draft_masks_us": distribution(runs or [0.0], 1e6),
     }
+
+
+def measure_runs(first: LLMatcher, tokens: Sequence[int], words: int) -> list[float]:
+    """Return the seconds of the masks that a row with DRAFTS right drafts would need, for each position of a text.
+
+    They are those of the next token and after each draft; the matcher advances by the drafts, and back.
+    """
+    matcher, masks, times = first.deep_copy(), np.zeros((1 + DRAFTS, words), dtype=np.int32), []
+    for index in range(len(tokens) - DRAFTS):
+        start = time.thread_time()
+        for mask, draft in zip(masks, [*tokens[index : index + DRAFTS], None], strict=True):
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if draft is not None:
+                assert matcher.consume_token(draft), matcher.get_error()
+        assert matcher.rollback(DRAFTS), matcher.get_error()
+        times.append(time.thread_time() - start)
+        assert matcher.consume_token(tokens[index]), matcher.get_error()
+    return times
 
 
 def measure_grammars(model_dir: Path) -> dict[str, Any]:
@@ -99,10 +123,12 @@ def measure_grammars(model_dir: Path) -> dict[str, Any]:
 
 def print_grammars(measured: dict[str, Any]) -> None:
     print(f"tokenizer of {measured['vocab_size']} tokens: {measured['tokenizer_seconds']:.2f} s, once")
-    print(f"{'schema':>28}{'compile ms':>12}{'mask us p50':>13}{'p99':>9}{'masks':>8}")
+    drafts = f"{1 + DRAFTS} masks p50"
+    print(f"{'schema':>28}{'compile ms':>12}{'mask us p50':>13}{'p99':>9}{'masks':>8}{drafts:>14}{'mean':>9}")
     for name, found in measured["schemas"].items():
-        mask = found["mask_us"]
-        print(f"{name:>28}{found['compile_ms']:>12.2f}{mask['p50']:>13.1f}{mask['p99']:>9.1f}{found['masks']:>8}")
+        mask, runs = found["mask_us"], found["draft_masks_us"]
+        line = f"{name:>28}{found['compile_ms']:>12.2f}{mask['p50']:>13.1f}{mask['p99']:>9.1f}{found['masks']:>8}"
+        print(line + f"{runs['p50']:>14.1f}{runs['mean']:>9.1f}")
 
 
 @dataclass(frozen=True)

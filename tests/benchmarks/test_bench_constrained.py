@@ -51,6 +51,8 @@ def test_measure_grammar_times_compilation_and_masks(schema: str) -> None:
     found = measure_grammar(grammars, mask_builder, SCHEMAS[schema], random.Random(1))
     assert found["compile_ms"] > 0
     assert 0 < found["mask_us"]["p50"] <= found["mask_us"]["p99"]
+    assert found["draft_masks_us"]["count"] > bench_constrained.WALKS
+    assert 0 < found["draft_masks_us"]["p50"] <= found["draft_masks_us"]["p99"]
     assert found["masks"] == mask_builder.stats.mask_rows > bench_constrained.WALKS
 
 
