@@ -481,6 +481,8 @@ class KVManager:
         for seq in holders:
             seq.cache.is_stale = True
             self.pending.remove(seq)
+            if self.states is not None:
+                self.states.expect_none(seq)
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> bool:

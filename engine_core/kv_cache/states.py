@@ -169,13 +169,18 @@ class StateCache:
         if ends_prompt:
             self._producers.pop(seq.id, None)
 
+    def expect_none(self, seq: Sequence) -> None:
+        """Have a running sequence save no checkpoints of its prompt from now on."""
+        self._producers.pop(seq.id, None)
+        seq.cache.cuts = []
+
     def on_release(self, seq: Sequence) -> None:
         """Save what a sequence leaves in its row, for the next turn, or for itself if it was preempted.
 
         No step in flight holds it. If no other may use what it computed, the checkpoints of its path are dropped.
         """
-        self._producers.pop(seq.id, None)
-        seq.cache.cuts, nodes = [], seq.cache.nodes
+        self.expect_none(seq)
+        nodes = seq.cache.nodes
         is_loaded = not self._unplan_load(seq)
         if seq.is_unshared:
             # A sequence that is about to load one finds out by itself.

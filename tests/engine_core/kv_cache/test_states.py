@@ -10,6 +10,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
 from tandem.engine_core.sequence import Sequence
+from tandem.engine_core.weight_version import WeightVersion
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Failure, Finished
 from tandem.protocol.params import SamplingParams
@@ -331,3 +332,28 @@ def test_steps_with_copies_compute_fewer_positions_of_prompts() -> None:
         lengths.append(plan.other_rows[-1].length)
         assert states(found).num_copies == 0
     assert lengths == [448, 256]
+
+
+def test_a_prompt_whose_weights_change_is_cut_no_more_and_saves_nothing() -> None:
+    """It goes on with the state that it has; others do not wait for its checkpoints."""
+    found = scheduler(step=128, chunk=128)
+    first = request(1, 10, 392)
+    added(found, first)
+    commit(found, launched(found, 1), [5])
+    assert first.cache.cuts == [384]
+    found.change_weights(WeightVersion(1, "new"), keeps_rows=True)
+    second = request(2, 10, 392)
+    added(found, second)
+    assert (second.row > 0, second.num_scheduled_tokens) == (True, 0)
+    assert first.cache.cuts == [] and second.cache.cuts == [384]
+    step = 2
+    while found.num_open:
+        plan = launched(found, step)
+        commit(found, plan, [5] * len(plan.rows))
+        step += 1
+        assert step < 50
+    assert first.generated == second.generated == 2
+    third = request(3, 10, 392)
+    added(found, third)
+    assert third.num_scheduled_tokens == 384, "from the second's checkpoint"
+    assert found.audit() == []
