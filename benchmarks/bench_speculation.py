@@ -130,7 +130,8 @@ class Bench:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump([], file)
             file.flush()
-            given = {"developer": "on", "teacher_tokens": file.name, "synthetic_acceptance": 0.0, "speculate": "ngram"}
+            given = {"developer": "on", "teacher_tokens": file.name, "synthetic_acceptance": 0.0}
+            given["speculate"] = "ngram" if options.draft_model is None else options.speculate
             fields = {name: getattr(options, name) for name in options.__struct_fields__} | given
             began = time.perf_counter()
             self.engine = build_engine(EngineOptions(**fields), self.mailbox, Status(EPOCH, new_stats()))
@@ -166,7 +167,8 @@ class Bench:
         """Have every step verify a number of drafts; None: it follows what is right."""
         planner = self.engine.scheduler.planner
         old, sizes = planner.drafts, DRAFT_SIZES if drafts is None else (drafts,)
-        planner.drafts = DraftPolicy(sizes, drafts, old.row_counts, old.max_positions)
+        given = old.row_counts, old.max_positions, old.has_model, old.costs
+        planner.drafts = DraftPolicy(sizes, drafts, *given)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, speculation: bool) -> dict[str, float]:
         """Run requests of equal lengths at once; return figures from the first token of the last one on."""

@@ -50,7 +50,10 @@ class ForcedSampler:
         else:
             drafts = tables.tokens[rows, positions.clamp(max=tables.tokens.shape[1] - 1)]
             is_right = (drafts >= 0) & (_coins(rows, positions) < self.acceptance)
-            sampled = torch.where(is_right, drafts, sampled)
+            # A draft model samples with the same noise: with random weights most of its drafts would be accepted.
+            is_wrong = (drafts >= 0) & ~is_right & (sampled == drafts) & (self.acceptance > 0)
+            another = torch.where(drafts > 0, drafts - 1, drafts + 1)
+            sampled = torch.where(is_right, drafts, torch.where(is_wrong, another, sampled))
         batch.sampled.copy_(sampled)
 
 

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def acceptance(driven: DrivenEngine) -> tuple[int, int]:
+def acceptance_of(driven: DrivenEngine) -> tuple[int, int]:
     """Return the drafts that were verified and those that were accepted."""
     stats = driven.engine.stats
     return stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
@@ -37,7 +37,7 @@ def test_the_target_as_its_own_draft_model_is_always_right(kind: str, temperatur
         plain = build(folder, KINDS[kind]).generate(prompts, [params] * 3)
         driven = build(folder, KINDS[kind], speculate=f"model:{folder}", speculate_tokens=3)
         assert driven.generate(prompts, [params] * 3) == plain
-    drafted, accepted = acceptance(driven)
+    drafted, accepted = acceptance_of(driven)
     assert drafted == accepted > 30
     assert driven.engine.scheduler.audit() == []
 
@@ -49,11 +49,11 @@ def test_a_cache_hit_of_pages_that_the_draft_model_lacks_is_made_up_for(folder: 
     driven = build(folder, KINDS["cpu"], speculate=f"model:{folder}", speculate_tokens=3)
     driven.submit(prompt, params, speculation=False)
     driven.run()
-    assert acceptance(driven) == (0, 0)
+    assert acceptance_of(driven) == (0, 0)
     tree = driven.engine.scheduler.memory.tree
     assert tree is not None and not any(tree.has_drafts)
     assert driven.generate([prompt], [params]) == [driven.tokens(1)]
-    drafted, accepted = acceptance(driven)
+    drafted, accepted = acceptance_of(driven)
     assert drafted == accepted > 10 and driven.engine.scheduler.memory.num_hit_tokens > 0
     assert sum(tree.has_drafts) == len(prompt) // 8, "pages of the prompt, which were computed once"
 
@@ -66,7 +66,7 @@ def test_phases_without_drafts_are_made_up_for(folder: Path) -> None:
     policy.choose = lambda *given: choose(*given) if next(calls) % 12 > 9 else 0  # type: ignore[method-assign]
     plain = build(folder, KINDS["cpu"]).generate([[5, 9, 14], [6, 7]], [params] * 2)
     assert driven.generate([[5, 9, 14], [6, 7]], [params] * 2) == plain
-    drafted, accepted = acceptance(driven)
+    drafted, accepted = acceptance_of(driven)
     assert drafted == accepted > 10
 
 
@@ -77,7 +77,7 @@ def test_preempted_sequences_and_turns_of_a_session_draft_again(folder: Path) ->
     driven = build(folder, KINDS["cpu"], speculate=f"model:{folder}", speculate_tokens=3, kv_tokens=80)
     assert driven.generate(prompts, [params] * 3) == plain
     assert driven.engine.scheduler.preemptions > 0
-    drafted, accepted = acceptance(driven)
+    drafted, accepted = acceptance_of(driven)
     assert drafted == accepted > 30
     assert driven.engine.scheduler.audit() == []
     driven = build(folder, KINDS["cpu"], speculate=f"model:{folder}", speculate_tokens=3)
@@ -87,7 +87,7 @@ def test_preempted_sequences_and_turns_of_a_session_draft_again(folder: Path) ->
     driven.submit([*prompts[0], *first, 4, 4], SamplingParams(12, temperature=0.0, ignore_eos=True), session="talk")
     driven.run()
     assert driven.engine.scheduler.memory.num_hit_tokens >= 40
-    drafted, accepted = acceptance(driven)
+    drafted, accepted = acceptance_of(driven)
     assert drafted == accepted
 
 
@@ -113,4 +113,19 @@ def test_a_draft_model_that_dies_of_nan_costs_acceptance_alone(kind: str, folder
         [embedding] = [slot.target for slot in speculator.model.model.weight_slots() if "embed_tokens" in slot.name]
         embedding[1:] = torch.nan
         assert driven.generate(prompts, [params] * 2) == plain
-    assert acceptance(driven)[1] == 0
+    assert acceptance_of(driven)[1] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("acceptance", "least", "most"), [(1e-6, 0.0, 0.0), (0.6, 0.4, 0.8), (1.0, 1.0, 1.0)])
+def test_benchmarks_choose_the_acceptance(
+    kind: str, acceptance: float, least: float, most: float, folder: Path
+) -> None:
+    """Whatever the models have in common."""
+    options = {"speculate_tokens": 1, "developer": "on", "synthetic_acceptance": acceptance}
+    params = SamplingParams(40, temperature=1.0, seed=5, ignore_eos=True)
+    with KINDS[kind].kernels():
+        driven = build(folder, KINDS[kind], speculate=f"model:{folder}", **options)
+        driven.generate([[number, 3] for number in range(4)], [params] * 4)
+    drafted, accepted = acceptance_of(driven)
+    assert drafted > 40 and least <= accepted / drafted <= most
