@@ -17,8 +17,9 @@ from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.lora_linear import LoraSlots
 from tandem.engine_core.layers.split_linear import SplitLinear
 from tandem.engine_core.loader.header import TORCH_DTYPES
+from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import Scheme
+from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme
 
 BLOCKS = "model.layers."
 """Start of the names of all modules in the blocks of a text model."""
@@ -139,6 +140,8 @@ class BuildContext:
             for expert in range(experts)
             for projection in projections
         }
+        if self._has_plain_experts(name):
+            schemes = {key: found if _is_online(found) else None for key, found in schemes.items()}
         ((usual, count), *others) = Counter(schemes.values()).most_common()
         if others:
             (expert, projection), odd = next(item for item in schemes.items() if item[1] != usual)
@@ -151,8 +154,17 @@ class BuildContext:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
+    def _has_plain_experts(self, name: str) -> bool:
+        """Return whether the checkpoint has tensors of all experts of a module at once, not quantized."""
+        return self.stored.get(f"{name}.gate_up_proj") in FLOAT_DTYPES
+
     def _build(self, scheme: Scheme | None, name: str, outputs: int, inputs: int, bias: bool) -> LinearWeights:
         try:
             return self.method_for(scheme).build(outputs, inputs, bias, self)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
+
+
+def _is_online(scheme: Scheme | None) -> bool:
+    """Return whether weights are quantized while they are loaded."""
+    return isinstance(scheme, EightBitScheme) and scheme.from_floats

@@ -18,7 +18,7 @@ from tests.engine_core.models.test_qwen3_5 import QWEN35
 from tests.support import parity
 from tests.support.paged_model import PagedRun, chunked, load
 from tests.support.parity import random_tokens, reference_logits, worst
-from tests.support.quantized_checkpoint import LAYOUTS, Layout, quantize_layers
+from tests.support.quantized_checkpoint import LAYOUTS, Layout, awq, gptq, packed_tensors, quantize_layers
 from tests.support.thinned import thinned
 
 SIZES: dict[str, Any] = {
@@ -163,6 +163,49 @@ QUANTIZED = {
     "modelopt": {"ignore": ["lm_head", "*linear_attn.in_proj_[ab]*", "*mlp.gate", "*shared_expert_gate*", "mtp*"]},
 }
 """Layouts of FP8 releases, and their rules."""
+
+
+INT4: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "compressed-tensors": (packed_tensors(True), {"ignore": ["lm_head", *LEFT, "re:.*visual.*"]}),
+    "gptq": (gptq(True, False), {"dynamic": {r"-:.*(in_proj_[ab]|mlp\.gate|shared_expert_gate)$": {}}}),
+    "awq": (awq(), {"modules_to_not_convert": ["in_proj_a", "in_proj_b", "mlp.gate.", "shared_expert_gate", "visual"]}),
+}
+"""Layouts of INT4 releases, and their rules."""
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_int4_releases_have_the_logits_of_their_dequantized_weights(name: str, tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+    save_random(tmp_path, layers | {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32})
+    if f"{PREFIX}experts.gate_up_proj" in load_file(tmp_path / "model.safetensors"):
+        split_experts(tmp_path)
+    layout, rules = INT4[name]
+
+    def layout_of(module: str) -> Layout | None:
+        return layout if re.search(r"_proj(_\w+)?$", module) and not re.search(PLAIN, module) else None
+
+    quantize_layers(tmp_path, layout_of, layout.config | rules)
+    for folder in (tmp_path, tmp_path / "plain"):
+        wrap(folder)
+    tokens = random_tokens((40,), parity.VOCAB, seed=1)
+    steps = [[(0, 0, 38)], [(0, 38, 1)], [(0, 39, 1)]]
+    folders = tmp_path, tmp_path / "plain"
+    (found,), (expected,) = (PagedRun(load(folder), tokens, 16, seed=1).run(steps) for folder in folders)
+    torch.testing.assert_close(found, expected, atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["fp8_channel", "packed"])
+def test_experts_in_fused_tensors_stay_in_16_bits_whatever_the_config_says(name: str, tmp_path: Path) -> None:
+    """The tensors decide, as of other layers."""
+    save_random(tmp_path, {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]})
+    if f"{PREFIX}experts.gate_up_proj" not in load_file(tmp_path / "model.safetensors"):
+        fuse_experts(tmp_path)
+    layout = LAYOUTS[name]
+    quantize_layers(tmp_path, lambda module: layout if module.endswith("o_proj") else None, layout.config)
+    tokens = random_tokens((40,), parity.VOCAB, seed=1)
+    folders = tmp_path, tmp_path / "plain"
+    found, expected = (PagedRun(load(folder), tokens, 16, seed=1).step([(0, 0, 40)]) for folder in folders)
+    torch.testing.assert_close(found, expected, atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
