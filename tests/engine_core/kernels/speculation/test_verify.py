@@ -106,6 +106,17 @@ def test_no_row_gets_more_tokens_than_it_may_have(limit: int, count: int, device
     assert tables.tokens[1, 3 : 3 + count].tolist() == [7, 8, 9, 4][:count]
 
 
+def test_padding_stays_as_it_is_whatever_it_may_have(device: str) -> None:
+    """Several programs of one launch would write it at the same time."""
+    tables = case([3], [16], [[7, 8, 9]], device)
+    tables.ints[0, TOTAL_LEN] = MAX_LEN
+    before, counts = int(tables.lengths[0]), integers([9, 9, 9], device)
+    sampled = integers([7, 8, 9, 4] * 3, device)
+    accept(tables, integers([0, 1, 0], device), 4, sampled, integers([0, 0, 0], device), counts)
+    assert counts.tolist() == [0, 4 | 3 << 8, 0]
+    assert tables.lengths.tolist() == [before, 7] and tables.tokens[0].eq(0).all()
+
+
 tokens = st.integers(-1, 2)
 
 
