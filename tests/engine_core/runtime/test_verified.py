@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.porting.tiny import save_tiny
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.protocol.commands import MAX_VERIFIED
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_llama import save_random
-from tests.engine_core.runtime.test_logprobs import TOLERANCE, build, check, dense, found, prompt_of
+from tests.engine_core.runtime.test_logprobs import build, check, dense, found, prompt_of
 from tests.support.engine_driver import CLIENT, DrivenEngine
 
 ONE = SamplingParams(1, temperature=0.0, ignore_eos=True)
 LONGEST = 400
+LOGITS_TOLERANCE = 5e-4
+"""Largest difference of any logit, float32. Measured: at most 2e-4 with recurrent layers, 1e-5 with others."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,9 @@ def check_verified(engine: DrivenEngine, request: int, reference: Any, tokens: l
     check(lines, dense(reference, tokens), tokens, 2)
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0, len(tokens) - count - 1 :]
-    assert torch.allclose(logits_of(engine, request, count + 1), expected, atol=TOLERANCE)
+    error = (logits_of(engine, request, count + 1) - expected).abs().max().item()
+    print(f"max abs error of logits {error:.2g}")
+    assert error < LOGITS_TOLERANCE
 
 
 def cached_tokens(engine: DrivenEngine) -> int:
@@ -175,3 +180,27 @@ def test_a_prompt_with_log_probabilities_is_scored_beside_verified_tokens(
     check(found(engine, first), dense(reference, scored), scored, 1)
     check_verified(engine, second, reference, tokens, MAX_VERIFIED)
     assert not engine.mailbox.logits[CLIENT, first]
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3_5ForCausalLM"])
+def test_verified_tokens_of_models_with_windows_and_recurrent_layers(architecture: str, tmp_path: Path) -> None:
+    """Windows and states pass the end of the prompt; later requests must not begin with what they left there."""
+    from transformers import AutoModelForCausalLM
+
+    save_tiny(architecture, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    engine = build(tmp_path, page_size=16, prefill_chunk=32, max_step_tokens=64, max_len=256, kv_tokens=6000)
+    base, requests, cached = prompt_of(110), [], 0
+    for turn, (prompt_len, count) in enumerate([(100, 40), (100, MAX_VERIFIED), (17, 5), (110, 20), (100, 40)]):
+        tokens = base[:prompt_len] + prompt_of(count, seed=turn)
+        request = verified(engine, tokens, count, session="talk" if turn % 2 else "")
+        engine.run()
+        requests.append((request, tokens, count))
+        cached += engine.mailbox.cached[CLIENT, request]
+        if turn == 2:
+            engine.submit(base, SamplingParams(20, temperature=0.0, ignore_eos=True))
+            engine.run()
+    for request, tokens, count in requests:
+        check_verified(engine, request, reference, tokens, count)
+    assert cached > 100
+    assert engine.engine.scheduler.audit() == []
