@@ -7,9 +7,11 @@ affects both alike. Answers are greedy, and have to be the same.
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.default_model.corpus import load as load_corpus
 from benchmarks.default_model.judge import draw_named, draw_tasks
@@ -25,12 +27,19 @@ def questions() -> list[Conversation]:
     return [[{"role": "user", "content": drawn.text}] for drawn in (*draw_named(rows), *draw_tasks(rows))]
 
 
-def timed(llm: LLM, asked: Sequence[Conversation], streams: int) -> tuple[float, list[Result]]:
-    """Return tokens per second, and the results. streams: conversations at a time."""
-    began, results = time.perf_counter(), list[Result]()
+def cpu_seconds(llm: LLM) -> float:
+    """Return the CPU time that an engine process has taken."""
+    fields = Path(f"/proc/{llm.engine_pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def timed(llm: LLM, asked: Sequence[Conversation], streams: int) -> tuple[float, float, list[Result]]:
+    """Return tokens per second and per CPU second of the engine, and the results. streams: conversations at a time."""
+    began, used, results = time.perf_counter(), cpu_seconds(llm), list[Result]()
     for first in range(0, len(asked), streams):
         results += llm.chat(asked[first : first + streams], temperature=0, max_tokens=128, progress=False)
-    return sum(result.usage.completion_tokens for result in results) / (time.perf_counter() - began), results
+    tokens = sum(result.usage.completion_tokens for result in results)
+    return tokens / (time.perf_counter() - began), tokens / (cpu_seconds(llm) - used), results
 
 
 def main() -> None:
@@ -42,21 +51,24 @@ def main() -> None:
     asked = questions()
     with LLM(log_level="warning") as plain, LLM(log_level="warning", speculate="ngram") as drafting:
         for streams in arguments.streams:
-            rates: list[tuple[float, float]] = []
+            ratios: list[tuple[float, float]] = []
             for run in range(arguments.runs + 1):
-                (slow, expected), (fast, found) = (timed(llm, asked, streams) for llm in (plain, drafting))
+                (slow, slow_cpu, expected), (fast, fast_cpu, found) = (
+                    timed(llm, asked, streams) for llm in (plain, drafting)
+                )
                 if [result.text for result in expected] != [result.text for result in found]:
                     raise SystemExit("the answers differ")
                 if run:  # The first one warms up.
-                    rates.append((slow, fast))
+                    ratios.append((fast / slow, fast_cpu / slow_cpu))
             drafted, accepted = (
                 sum(getattr(result, name) for result in found) for name in ("drafted_tokens", "accepted_tokens")
             )
-            ratio = statistics.median(fast / slow for slow, fast in rates)
+            wall, cpu = (statistics.median(column) for column in zip(*ratios, strict=True))
+            tokens = sum(result.usage.completion_tokens for result in found)
             print(
-                f"{streams} streams: {statistics.median(slow for slow, _ in rates):.0f} tokens/s without drafts, "
-                f"{statistics.median(fast for _, fast in rates):.0f} with, ratio {ratio:.3f}; {accepted} of {drafted} "
-                "drafts accepted"
+                f"{streams} streams: {wall:.3f} times the tokens per second, {cpu:.3f} times those per CPU second; "
+                f"{accepted} of {drafted} drafts accepted for {tokens} tokens",
+                flush=True,
             )
 
 
