@@ -20,14 +20,16 @@ from tandem.frontend.offline.fields import (
     chat_fields,
     check_prompt,
     completion_fields,
+    continued_prompts,
     conversation_batch,
     engine_options,
     find_lora_modules,
     hub_options,
     prompt_batch,
     refuse_parameters,
+    verify_fields,
 )
-from tandem.frontend.offline.result import EngineError, OutputDelta, Result
+from tandem.frontend.offline.result import EngineError, OutputDelta, Result, Verification
 from tandem.frontend.offline.session import OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import check_engine_installed
@@ -149,6 +151,22 @@ class AsyncLLM:
         batch, checked = conversation_batch(conversations), chat_fields(fields)
         self._check_running()
         return await self._session.chat(batch, checked, BatchOptions(progress, raise_on_error))
+
+    async def verify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        logprobs: int = 0,
+        logits: bool = False,
+        progress: bool = False,
+        raise_on_error: bool = False,
+        **fields: Any,
+    ) -> list[Verification]:
+        """Verify continuations of prompts like `LLM.verify`."""
+        batch, checked = continued_prompts(prompts, continuations), verify_fields(logprobs, logits, fields)
+        self._check_running()
+        return await self._session.verify(batch, checked, BatchOptions(progress, raise_on_error))
 
     def stream(self, prompt: Prompt, **fields: Any) -> AsyncIterator[OutputDelta]:
         """Yield the completion of one prompt, like `LLM.stream`."""

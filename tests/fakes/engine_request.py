@@ -38,8 +38,9 @@ class Running(Struct):
         parts: list[TokenLogprobs] = []
         top = submit.prompt_logprobs
         if top is not None and self.position == len(prompt) > 1:
-            half = len(prompt) // 2 + 1
-            for start, end in ((1, half), (half, len(prompt))):
+            first = len(prompt) - submit.num_verified if submit.num_verified else 1
+            half = (first + len(prompt) + 1) // 2
+            for start, end in ((first, half), (half, len(prompt))):
                 lines = b"".join([fake_line(at, prompt[at], top) for at in range(start, end)])
                 parts.append(TokenLogprobs(submit.request_id, start, top, lines))
         if submit.logprobs is not None and count:

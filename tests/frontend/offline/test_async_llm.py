@@ -8,6 +8,7 @@ import pytest
 
 from tandem import AsyncLLM
 from tandem.frontend.offline.llm import EngineError, RequestError
+from tests.fakes.engine_request import fake_logprob
 from tests.fakes.tokenizer import write_chat_template, write_tokenizer
 from tests.support.tandem_with_fake_engine import write_tandem
 
@@ -33,6 +34,12 @@ def test_calls_and_streams_run_at_once_in_one_loop(folder: Path) -> None:
             )
             assert streamed == whole.text
             assert answer.text == "".join([piece.text async for piece in llm.stream_chat(talk, max_tokens=9)])
+            verified, refused = await llm.verify(["the fox", "a"], [[7, 8, 9], []], logprobs=2)
+            first = len(verified.prompt_token_ids)
+            scores = [fake_logprob(first + index, token) for index, token in enumerate([7, 8, 9])]
+            assert [at[token].logprob for at, token in zip(verified.logprobs, [7, 8, 9], strict=True)] == scores
+            assert (verified.cumulative_logprob, verified.logits) == (sum(scores), None)
+            assert refused.error is not None and refused.error.param == "continuation"
             with pytest.raises(RequestError, match="'n'"):
                 await llm.generate("a", n=0)
             endless = asyncio.create_task(llm.generate("a", max_tokens=2000))
