@@ -70,6 +70,7 @@ def test_matches_beyond_the_scan_are_none() -> None:
         (">xyab", "123abcd", "cd"),
         (">ab", "abXabY", "XabY"),  # The nearest to the number of generated tokens.
         (">12345ab", "abX12abY", "Y"),
+        (">12zab", "qqababX", "X"),  # Of two at the same distance, the later one.
     ],
 )
 def test_a_prediction_is_followed_where_it_matches(known: str, prediction: str, follows: str) -> None:
