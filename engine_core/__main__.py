@@ -57,6 +57,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--launches-dir", type=Path, help="folder of the requests that this engine and those before it launched"
     )
+    parser.add_argument(
+        "--weights-file", type=Path, help="file of the weights that serve since a swap, kept up to date"
+    )
     parser.add_argument("--adapters-file", type=Path, help="file of the adapters to load, kept up to date")
     return parser.parse_args(argv)
 
@@ -89,8 +92,14 @@ def serve(arguments: argparse.Namespace) -> None:
             disconnects=disconnects,
             announce=heartbeat.announce,
         )
-        files = arguments.adapters_file, _updated_file(arguments.launches_dir)
-        engine = build_engine(engine_options(arguments), mailbox, status, adapters_file=files[0], updated_file=files[1])
+        engine = build_engine(
+            engine_options(arguments),
+            mailbox,
+            status,
+            adapters_file=arguments.adapters_file,
+            updated_file=_updated_file(arguments.launches_dir),
+            weights_file=arguments.weights_file,
+        )
         if launches is not None:  # an engine that fails while it loads leaves no file
             launches.open()
 

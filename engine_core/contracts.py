@@ -308,6 +308,22 @@ class WeightUpdates(Protocol):
         """Go on with calls that wait for the trainer. Never blocks."""
 
 
+class CheckpointStager(Protocol):
+    """Checks and reads checkpoints outside the loop, one at a time."""
+
+    def start(self, path: str) -> None:
+        """Begin with a checkpoint."""
+
+    def cancel(self) -> None:
+        """End the work in progress, if there is some."""
+
+    def progress(self) -> int:
+        """Return the percentage that was read."""
+
+    def result(self) -> str | None:
+        """Return None while the work is in progress, then "" or why the checkpoint cannot be used."""
+
+
 class DeviceTimes(Struct):
     """Device time over a sample of steps, in seconds.
 

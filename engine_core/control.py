@@ -26,6 +26,7 @@ from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.sequence import Sequence
 from tandem.engine_core.stats import count_outcome
+from tandem.engine_core.weight_swaps import WeightSwaps
 from tandem.protocol.codec import ID_BYTES, unpack_floats, unpack_ids
 from tandem.protocol.commands import (
     MAX_NAME_BYTES,
@@ -33,12 +34,14 @@ from tandem.protocol.commands import (
     MAX_VERIFIED,
     Abort,
     AnyCommand,
+    CancelSwap,
     EndSession,
     FinishWeightUpdate,
     Goodbye,
     Hello,
     InitWeightTransfer,
     Inspect,
+    InspectSwap,
     KeyClaim,
     LoadAdapter,
     Pause,
@@ -48,6 +51,7 @@ from tandem.protocol.commands import (
     SetPolicy,
     StartWeightUpdate,
     Submit,
+    SwapWeights,
     UnloadAdapter,
     UpdateWeights,
 )
@@ -87,8 +91,12 @@ class Control:
         stats: EngineStats,
         clock: Callable[[], float],
         weights: WeightSwitch | None = None,
+        swaps: WeightSwaps | None = None,
     ) -> None:
-        """Keep the parts; `scheduler.adapters` is None on an engine that takes no adapters."""
+        """Keep the parts; swaps: None on an engine whose weights stay.
+
+        `scheduler.adapters` is None on an engine that takes no adapters.
+        """
         self.scheduler = scheduler
         self.compiler = compiler
         self.epoch = epoch
@@ -99,6 +107,7 @@ class Control:
         self.pause = PauseSwitch()
         self.weights = weights or WeightSwitch()
         scheduler.memory.weights = self.weights.version
+        self.swaps = swaps
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
         """The object used for each identity, regardless of the message that carried it: `Scheduler.commit` compares
@@ -155,6 +164,12 @@ class Control:
                 return self._update_weights(client, command)
             case Renew(adapter_changes):
                 self._announcements.note(client, adapter_changes)
+            case SwapWeights() | CancelSwap() | InspectSwap():
+                if self.swaps is None:
+                    return Answer(command.call, False, "this engine keeps its weights; see --enable-weight-updates")
+                if isinstance(command, SwapWeights):
+                    logger.info("%s swaps to the weights of %s", self.clients[client], printable(command.path))
+                return self.swaps.apply(client, command)
             case Pause():
                 self._pause(client, command)
             case Resume(call):
@@ -259,6 +274,11 @@ class Control:
         if command.mode == "abort":
             message = "the engine was paused, which ended its open requests (mode abort); try again later"
             self.scheduler.fail_all(ErrorCode.ENGINE_PAUSED, message)
+
+    def advance_swaps(self, now: float) -> None:
+        """Begin the change of a swap once its checkpoint is staged. now: seconds."""
+        if self.swaps is not None and (change := self.swaps.advance(now)) is not None:
+            self.begin_change(change)
 
     def begin_change(self, change: WeightChange) -> None:
         """Make a change of the weights due; it may end the sequences that have begun."""

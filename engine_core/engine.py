@@ -27,6 +27,7 @@ from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.timelines import Timelines
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start, count_verified
+from tandem.engine_core.weight_swaps import WeightSwaps
 from tandem.protocol.commands import Goodbye, Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Answer, Failure, Limits, ModelFacts, WeightFacts
@@ -110,16 +111,17 @@ class Engine:
         stage_clock: Callable[[], float],
         advancer: GrammarAdvancer,
         weights: WeightSwitch | None = None,
+        swaps: WeightSwaps | None = None,
         publish_weights: Callable[[WeightFacts], None] = lambda _: None,
     ) -> "Engine":
         """Build an engine from the parts that differ between startup, benchmarks and tests.
 
         depth: steps in flight; epoch: epoch that a Hello must carry; clock: seconds, for queues and sessions;
-        stage_clock: seconds, for the time that each stage of the loop takes; weights: None if they cannot change;
-        publish_weights: called with their state when it has changed.
+        stage_clock: seconds, for the time that each stage of the loop takes;
+        weights, swaps: None if they cannot change; publish_weights: called with their state when it has changed.
         """
         stats.page_size = limits.page_size
-        control = Control(scheduler, compiler, epoch, model, limits, stats, clock, weights)
+        control = Control(scheduler, compiler, epoch, model, limits, stats, clock, weights, swaps)
         stages = StageClock(stats.stage_seconds, stage_clock)
         given = runtime, mailbox, control, compiler, stats, stages, advancer, publish_weights
         given = runtime, mailbox, control, compiler, stats, stages, advancer, publish_weights
@@ -210,6 +212,7 @@ class Engine:
                 self.mailbox.reply(client, Answer(call, not problem, problem, adapters=adapters.listed))
         if self.control.updates is not None:
             self.control.updates.advance()
+        self.control.advance_swaps(now)
         self.stages.mark("drain")
         if rejected:
             self._send(self.scheduler.take_updates())

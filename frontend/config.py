@@ -81,6 +81,8 @@ class FrontendConfig(Struct, frozen=True):
     """Who shares cached prefixes: requests with the same API key, or all requests."""
     lora_root: Path | None = None
     """Folder of the adapters that clients may load; None: they may load none."""
+    swap_root: Path | None = None
+    """Folder of the checkpoints to which the weights may be swapped; None: they may not."""
     served_names: tuple[str, ...] = ()
     """Model names that requests may use, `*` for any; by default the engine's."""
     cors_origins: tuple[str, ...] = ()

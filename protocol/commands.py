@@ -285,6 +285,46 @@ class FinishWeightUpdate(Command, frozen=True, array_like=True, tag=24):
     """Name of the version; "": the engine counts."""
 
 
+SwapMode = Literal["wait", "abort", "restart"]
+"""Effect of a swap on requests that run: wait lets them end before, while others queue; abort ends them in an error;
+restart computes their tokens again with the new weights, and continues their text."""
+SWAP_MODES: tuple[SwapMode, ...] = get_args(SwapMode)
+
+
+class SwapWeights(Command, frozen=True, array_like=True, tag=12):
+    """Replace the weights by those of another checkpoint of the same model.
+
+    The checkpoint is checked and read in a process of its own first. The `Answer` comes once its weights serve, or are
+    staged, or is not ok and has the reason.
+    """
+
+    call: int
+    path: str
+    """Folder of the checkpoint, on the engine's machine."""
+    running: SwapMode = "wait"
+    grace: float = 300.0
+    """Seconds that running requests may take to end, with `wait`; then the swap is cancelled."""
+    activate: bool = True
+    """False to only stage the checkpoint; a later swap of the same path activates it."""
+    version: str = ""
+    """Version that outputs report; "": the next number."""
+
+
+class CancelSwap(Command, frozen=True, array_like=True, tag=13):
+    """Cancel the swap that is in progress, or drop what is staged.
+
+    The `Answer` is not ok if there is neither.
+    """
+
+    call: int
+
+
+class InspectSwap(Command, frozen=True, array_like=True, tag=14):
+    """Request the state of the swap, `Answer.swap`."""
+
+    call: int
+
+
 AnyCommand = (
     Hello
     | Submit
@@ -303,4 +343,7 @@ AnyCommand = (
     | StartWeightUpdate
     | UpdateWeights
     | FinishWeightUpdate
+    | SwapWeights
+    | CancelSwap
+    | InspectSwap
 )

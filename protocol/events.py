@@ -253,6 +253,28 @@ class WeightFacts(Struct, frozen=True, array_like=True):
     """Reason of a change that failed half-way."""
 
 
+SwapState = Literal["idle", "staging", "staged", "draining"]
+"""State of a swap: idle without one; its checkpoint is being checked and read; it waits to be activated; it waits
+for the steps in flight, and for running requests as its mode says."""
+SWAP_STATES: tuple[SwapState, ...] = get_args(SwapState)
+
+
+class SwapFacts(Struct, frozen=True, array_like=True):
+    """The swap of weights as the engine sees it."""
+
+    state: SwapState
+    path: str
+    """Folder of the checkpoint that is staged; "" if idle."""
+    percent: int
+    """Part of it that was read."""
+    active_path: str
+    """Folder of the weights that serve."""
+    version: str
+    """Their version."""
+    problem: str = ""
+    """Reason why the last swap failed; "" if it has not."""
+
+
 class Answer(Event, frozen=True, array_like=True, tag=4):
     """Answer to a command that has a `call` of this number."""
 
@@ -264,6 +286,8 @@ class Answer(Event, frozen=True, array_like=True, tag=4):
     """For a `Pause` or `Resume`, that number of the engine's stats once it was carried out."""
     adapters: AdapterList | None = None
     """For a `LoadAdapter` or `UnloadAdapter`, the adapters once it was carried out."""
+    swap: SwapFacts | None = None
+    """For a command of swaps, their state after it."""
 
 
 SequenceState = Literal["waiting", "compiling", "following", "prefill", "decode", "leaving", "zombie"]

@@ -54,7 +54,7 @@ L3_NAMES = (
 L3 = {f"tandem.engine_core.{name}" for name in L3_NAMES}
 L4 = {"tandem.engine_core.runtime", "tandem.engine_core.constraints"}
 L5_NAMES = (
-    *("engine", "control", "key_limits", "wire", "stats", "__main__"),
+    *("engine", "control", "key_limits", "weight_swaps", "wire", "stats", "__main__"),
     *(
         f"startup.{name}"
         for name in (
@@ -78,6 +78,9 @@ L5_NAMES = (
             "kv_calibration",
             "model_weights",
             "weight_updates",
+            "stage_checkpoint",
+            "checkpoint_stager",
+            "weights",
         )
     ),
 )

@@ -40,7 +40,7 @@ LEVELS = {
         {"constraints", "layers", "sequence", "wire"},
         {"kv_cache", "lora", "stats"},
         {"models", "scheduler"},
-        {"key_limits", "runtime", "weight_updates"},
+        {"key_limits", "runtime", "weight_swaps", "weight_updates"},
         {"control"},
         {"engine"},
         {"startup"},

@@ -41,7 +41,7 @@ from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.lora.adapter_loader import SideCopies
 from tandem.engine_core.lora.adapters import Adapters
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import open_checkpoint, read_config
+from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
@@ -66,6 +66,8 @@ from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.step_timing import measure_costs
 from tandem.engine_core.startup.weight_formats import WeightFormats, weight_formats
 from tandem.engine_core.startup.weight_updates import UpdatedMark, build_updates, guard_restart, transfer_backend
+from tandem.engine_core.startup.weights import build_swaps, open_active
+from tandem.engine_core.weight_swaps import WeightSwaps
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
@@ -73,6 +75,7 @@ from tandem.protocol.logs import with_fields
 from tandem.protocol.model_folder import template_fingerprint
 from tandem.protocol.stats import EngineStats
 from tandem.protocol.usable_cores import usable_cores
+from tandem.protocol.weights_file import WeightsFile
 
 logger = logging.getLogger(__name__)
 
@@ -154,11 +157,13 @@ def build_engine(
     new_parts: Callable[[str], DeviceParts] = open_parts,
     adapters_file: Path | None = None,
     updated_file: Path | None = None,
+    weights_file: Path | None = None,
 ) -> Engine:
     """Load the model, size and allocate everything, and run each path once.
 
     new_parts: opens a device of the resolved kind, "cpu" or "cuda"; adapters_file: file of the adapters to load, None
-    for none; updated_file: file that exists while the weights in memory are not those on disk, None for no restarts.
+    for none; updated_file: file that exists while the weights in memory are not those on disk, None for no restarts;
+    weights_file: file of the weights that a swap has left, None for none.
 
     Raises ConfigError if the engine cannot start as asked; the message names the setting to change. Raises
     DeviceBusyError if it could with the memory that another process holds.
@@ -171,7 +176,8 @@ def build_engine(
     if kind == "cpu":
         torch.set_num_threads(configuration.resolve_threads(options, usable_cores()))
     parts = new_parts(kind)
-    checkpoint = None if options.load_format == "dummy" else open_checkpoint(source.directory, source.model)
+    active = None if options.load_format == "dummy" else open_active(source, weights_file)
+    checkpoint = None if active is None else active.checkpoint
     has_memory = kind == "cpu" or _wait_for_memory(resolved, checkpoint, parts, status)
     log = StartLog(time.monotonic, parts.device.held_bytes)
     constraints = _start_constraints(_num_grammar_workers(options, kind), source, mailbox, status.stats)
@@ -193,14 +199,36 @@ def build_engine(
         given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
         adapters = build_adapters(*given)
         log.mark("adapters")
-    engine = _build_loop(
-        config, resolved.groups, runtime, costs, draft_costs, mailbox, constraints, status, facts, adapters
-    )
+    switch, swaps, mark = None, None, UpdatedMark(updated_file)
+    weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
     if options.enable_weight_updates:
-        weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
+        switch = WeightSwitch(WeightsFile().version if active is None else active.version)
+        status.weights = switch.facts
+        if active is not None:
+            swaps = build_swaps(switch, source, active, weights, weights_file, mailbox.wake, mark.clear)
+    given_weights = switch, swaps
+    engine = _build_loop(
+        config,
+        resolved.groups,
+        runtime,
+        costs,
+        draft_costs,
+        mailbox,
+        constraints,
+        status,
+        facts,
+        adapters,
+        given_weights,
+    )
+    if switch is not None:
         control, place = engine.control, parts.device.torch_device
-        mark = UpdatedMark(updated_file)
-        control.updates = build_updates(options, control.weights, weights, source.model, place, mailbox.wake, mark.set)
+
+        def note_update() -> None:
+            mark.set()
+            if swaps is not None:
+                swaps.active_path = ""  # They are in memory only.
+
+        control.updates = build_updates(options, switch, weights, source.model, place, mailbox.wake, note_update)
         guard_restart(control, mark)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
@@ -339,6 +367,7 @@ def _build_loop(
     status: Status,
     facts: ModelFacts,
     adapters: Adapters | None,
+    changes: tuple[WeightSwitch | None, WeightSwaps | None],
 ) -> Engine:
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
@@ -371,8 +400,9 @@ def _build_loop(
         clock=time.monotonic,
         stage_clock=time.monotonic,
         advancer=constraints.advancer,
-        weights=WeightSwitch(facts.name) if config.options.enable_weight_updates else None,
-        publish_weights=partial(setattr, status, "weights"),
+        weights=changes[0],
+        swaps=changes[1],
+        publish_weights=partial(setattr, status, "weights") if changes[0] is not None else lambda _: None,
     )
 
 

@@ -144,12 +144,21 @@ class Connection:
         """Return the JSON object at a path."""
         with self._translate_errors():
             response = self._http.get(base_url(self._url) + path)
+        return self._object(path, response)
+
+    def _object(self, path: str, response: httpx.Response) -> dict[str, Any]:
         if response.status_code != 200:
             raise error_of_response(response)
         try:
             return msgspec.json.decode(response.content, type=dict[str, Any])
         except msgspec.MsgspecError as error:
             raise ServerError(f"{shown_url(self._url)}{path} is not a JSON object: {error}") from None
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON object that answers a body."""
+        with self._translate_errors():
+            response = self._http.post(base_url(self._url) + path, json=body)
+        return self._object(path, response)
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed response. Closing the iterator stops the generation."""

@@ -17,7 +17,7 @@ from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.field_types import CheckedType
 from tandem.frontend.request.fields import Field
 from tandem.frontend.request.options import FLAG_FIELDS
-from tandem.protocol.commands import MAX_PRIORITY
+from tandem.protocol.commands import MAX_PRIORITY, SWAP_MODES
 from tandem.protocol.engine_options import flag_name
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -57,6 +57,16 @@ BATCH_FLAGS = (
 )
 INSPECT_FLAGS = (
     Flag("watch", "", "refresh the output every SECONDS until Ctrl-C", float, (0.1, MAX_SECONDS), metavar="SECONDS"),
+)
+SWAP_FLAGS = (
+    Flag("running", "", "what happens to running requests: wait lets them end before, while others queue; abort ends "
+         "them in an error; restart computes their tokens again and continues with the new weights",
+         choices=SWAP_MODES, default="wait"),
+    Flag("grace", "", "seconds that running requests may take to end, with wait; then the swap is cancelled", float,
+         (0, 86400), metavar="SECONDS", default=300.0),
+    Flag("weight_version", "", "version that outputs report", metavar="NAME", default_text="the next number"),
+    Flag("stage_only", "", "only check and read the checkpoint; the same command without this activates it",
+         is_switch=True),
 )
 API_KEY_FLAGS = (
     Flag("rights", "", f"rights of the key, of {', '.join(Right)}", _right, metavar="RIGHT", is_list=True,

@@ -17,6 +17,7 @@ from tandem.frontend.cli.flags import (
     HUB_FLAGS,
     INSPECT_FLAGS,
     LORA_FLAGS,
+    SWAP_FLAGS,
     add_sampling_arguments,
     add_server_arguments,
     hub_options,
@@ -55,7 +56,7 @@ OPS_FLAGS = (
 )
 # fmt: on
 _RARE_FLAGS = rare_engine_flags() | {flag.name for flag in (*FRONTEND_FLAGS, *OPS_FLAGS) if not flag.is_everyday}
-_COMMAND_FLAGS = (*CLIENT_FLAGS, *BATCH_FLAGS, *BENCH_FLAGS, *INSPECT_FLAGS, *API_KEY_FLAGS)
+_COMMAND_FLAGS = (*CLIENT_FLAGS, *BATCH_FLAGS, *BENCH_FLAGS, *INSPECT_FLAGS, *SWAP_FLAGS, *API_KEY_FLAGS)
 _BOUNDED_FLAGS = (*FRONTEND_FLAGS, *OPS_FLAGS, *_COMMAND_FLAGS)
 
 
@@ -246,7 +247,11 @@ def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") 
 
     bench = _add_command(commands, "bench", run_bench, foreign=FOREIGN_BENCH_FLAGS)
 
-    for command in (chat, complete, batch, inspect):
+    swap = _add_command(commands, "swap", run_swap)
+    swap.add_argument("path", metavar="PATH", help="folder of the checkpoint, below the server's --swap-root")
+    add_flags(swap, SWAP_FLAGS)
+
+    for command in (chat, complete, batch, inspect, swap):
         add_server_arguments(command)
     add_server_arguments(bench, aliases=["--base-url"])
     add_flags(bench, BENCH_FLAGS)
@@ -380,6 +385,12 @@ def run_batch(arguments: argparse.Namespace) -> int:
     from tandem.frontend.cli.batch.run_batch import run_batch
 
     return run_batch(arguments)
+
+
+def run_swap(arguments: argparse.Namespace) -> int:
+    from tandem.frontend.cli.swap import run_swap
+
+    return run_swap(arguments)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.protocol.commands import (
+    CancelSwap,
     EndSession,
     FinishWeightUpdate,
     InitWeightTransfer,
     Inspect,
+    InspectSwap,
     LoadAdapter,
     Pause,
     PauseMode,
@@ -17,6 +19,8 @@ from tandem.protocol.commands import (
     Resume,
     SetPolicy,
     StartWeightUpdate,
+    SwapMode,
+    SwapWeights,
     UnloadAdapter,
     UpdateWeights,
 )
@@ -29,8 +33,18 @@ ADAPTER_SECONDS = 300.0
 """The same for a load, which reads files, and an unload, which lasts as long as the requests of the adapter."""
 
 UpdateCall = InitWeightTransfer | StartWeightUpdate | UpdateWeights | FinishWeightUpdate
+SwapCall = SwapWeights | CancelSwap | InspectSwap
 EngineCall = (
-    EndSession | SetPolicy | Inspect | Pause | Resume | LoadAdapter | UnloadAdapter | ResetPrefixCache | UpdateCall
+    EndSession
+    | SetPolicy
+    | Inspect
+    | Pause
+    | Resume
+    | LoadAdapter
+    | UnloadAdapter
+    | ResetPrefixCache
+    | UpdateCall
+    | SwapCall
 )
 EngineReply = Answer | Inspection
 
@@ -116,6 +130,23 @@ class EngineCalls:
         reply = await self._ask(lambda call: UnloadAdapter(call, name), self._adapter_timeout, remedy)
         assert isinstance(reply, Answer), reply
         return "" if reply.ok else reply.message
+
+    async def swap(self, path: str, running: SwapMode, grace: float, activate: bool, version: str) -> Answer:
+        """Swap weights, however long that takes."""
+        return await self._change(lambda call: SwapWeights(call, path, running, grace, activate, version))
+
+    async def cancel_swap(self) -> Answer:
+        """Cancel the swap in progress, which may be waiting for a load to end."""
+        return await self._change(CancelSwap)
+
+    async def inspect_swap(self) -> Answer:
+        """Return the state of the swap in an answer; while weights are loaded that takes until they are."""
+        return await self._change(InspectSwap)
+
+    async def _change(self, make: Callable[[int], EngineCall]) -> Answer:
+        reply = await self._ask(make, None)
+        assert isinstance(reply, Answer), reply
+        return reply
 
     async def inspect(self) -> Inspection:
         """Return a snapshot of the scheduler."""

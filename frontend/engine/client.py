@@ -38,6 +38,7 @@ from tandem.protocol.events import (
     Phase,
     Ready,
     Refused,
+    WeightFacts,
 )
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
@@ -202,6 +203,12 @@ class EngineClient:
         if self._link.ready is None:
             return EngineHealth(False, "connecting", "the handshake with the engine is under way")
         return health
+
+    @property
+    def weights(self) -> WeightFacts | None:
+        """Weights of the engine, as reported last; None: they cannot change, or nothing was reported yet."""
+        heartbeat = self._watch.heartbeat
+        return None if heartbeat is None else heartbeat.weights
 
     def seconds_until_ready(self) -> int:
         """Estimate the seconds until a request would be accepted."""

@@ -17,8 +17,8 @@ class EngineHealth(Struct, frozen=True):
 
     ready: bool
     status: str
-    """State as a keyword: ready, paused, waiting, loading, draining, failed, silent or hung; in a frontend also
-    connecting, lost or refused."""
+    """State as a keyword: ready, paused, incomplete, waiting, loading, draining, failed, silent or hung; in a frontend
+    also connecting, lost or refused."""
     reason: str = ""
     """Human-readable reason; "" when ready."""
     percent: int | None = None
@@ -26,11 +26,12 @@ class EngineHealth(Struct, frozen=True):
 
     @property
     def takes_requests(self) -> bool:
-        """True if the engine accepts requests.
+        """True if the engine accepts commands.
 
-        It is ready, or paused, in which case requests may have to wait.
+        It is ready, or paused, in which case requests may have to wait, or its weights are incomplete, in which case it
+        refuses requests until a swap or an update.
         """
-        return self.ready or self.status == "paused"
+        return self.ready or self.status in ("paused", "incomplete")
 
 
 class _Pause(Struct, frozen=True):
@@ -88,7 +89,9 @@ class EngineWatch:
         self._starts.observe(heartbeat, now)
         stats = heartbeat.stats
         self._hear(_Pause(heartbeat.engine_epoch, stats.pause_changes, bool(stats.paused)))
-        owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY and not heartbeat.stats.paused
+        has_weights = heartbeat.weights is None or heartbeat.weights.state == "ready"
+        is_working = heartbeat.phase is Phase.READY and not heartbeat.stats.paused and has_weights
+        owes_steps = heartbeat.pending > 0 and is_working
         is_stalled = previous is not None and _position(previous) == _position(heartbeat)
         if not (owes_steps and is_stalled):
             self._progress_at = now
@@ -164,6 +167,9 @@ class EngineWatch:
             return EngineHealth(False, "failed", f"the engine failed: {heartbeat.detail or 'no detail given'}")
         if heartbeat.phase is Phase.DRAINING:
             return EngineHealth(False, "draining", "the engine is shutting down")
+        if (weights := heartbeat.weights) is not None and weights.state == "incomplete" and weights.problem:
+            reason = f"the weights are incomplete: {weights.problem}; swap or update them completely"
+            return EngineHealth(False, "incomplete", reason)
         if self._pause.is_paused:
             return EngineHealth(False, "paused", "the engine is paused; POST /admin/resume has it go on")
         if heartbeat.pending and (stuck := self._clock() - self._progress_at) > self.step_timeout:
@@ -176,7 +182,7 @@ class EngineWatch:
 
         The end of a pause is unknown.
         """
-        if self.health().status == "paused":
+        if self.health().status in ("paused", "incomplete"):
             return UNKNOWN_SECONDS
         return self._starts.seconds(self._clock())
 

@@ -185,7 +185,7 @@ class TokenStream:
 
     __slots__ = (
         *("_accepted", "_drafts", "_is_ready", "_logprobs", "_num_tokens", "_pending", "_ready_set", "_terminal"),
-        *("cached_tokens", "choice", "is_started", "logits", "queued_tokens", "request_id", "times"),
+        *("cached_tokens", "choice", "is_started", "logits", "queued_tokens", "request_id", "times", "versions"),
     )
 
     def __init__(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int = 0) -> None:
@@ -201,6 +201,9 @@ class TokenStream:
         prompt with the first one."""
         self.logits: list[bytes] = []
         """Logits of verified tokens, in order, each in the format of `TokenLogits.rows`."""
+        self.versions: list[tuple[str, int]] = []
+        """Versions of the weights that computed the output, each with the number of tokens before it; empty on an
+        engine whose weights cannot change."""
         self.times: SequenceTimes | None = None
         """Times in the engine, for traced requests."""
         self._drafts = DraftCounts()
@@ -322,6 +325,8 @@ class OpenStreams:
         for started in output.started:
             if (stream := streams.get(started.request_id)) is not None:
                 stream.cached_tokens = started.cached_tokens
+                if started.weight_version and [started.weight_version] != [name for name, _ in stream.versions[-1:]]:
+                    stream.versions.append((started.weight_version, started.generated))
                 stream.is_started = True
         for request_id, tokens in runs(output):
             if (stream := streams.get(request_id)) is not None:

@@ -72,6 +72,9 @@ HTTP_FLAGS = (
     Flag("lora_root", _HTTP, "folder of adapters that keys with the right admin may load while the server runs, by "
          "POST /v1/load_lora_adapter", Path, metavar="DIR", struct=FrontendConfig,
          default_text="none: the routes do not exist"),
+    Flag("swap_root", _HTTP, "folder of checkpoints to which keys with the right admin may swap the weights, with "
+         "--enable-weight-updates", Path, metavar="DIR", struct=FrontendConfig,
+         default_text="none: swaps are refused"),
     Flag("max_concurrent", _HTTP, "maximum number of sequences in progress, of all frontends together; further "
          "requests get a 429; a frontend on its own can only lower its engine's limit", int, COUNT,
          struct=FrontendConfig),

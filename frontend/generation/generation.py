@@ -7,6 +7,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from msgspec import UNSET, UnsetType
+
 from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.engine.streams import DraftCounts, ReadySet, Terminal, TokenStream
 from tandem.frontend.errors import RETRY_AFTER_SECONDS, ApiError, out_of_time
@@ -16,7 +18,7 @@ from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.retry_budget import ENGINE_LOSSES, RetryBudget
 from tandem.frontend.generation.sequences import new_choices, submit_command
 from tandem.frontend.generation.tokenizer import Tokenizer
-from tandem.frontend.generation.usage import CompletionDetails, PromptDetails, Usage
+from tandem.frontend.generation.usage import CompletionDetails, PromptDetails, Usage, WeightSpan, weight_spans
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure
@@ -229,11 +231,21 @@ class Generation:
         # The other choices of a prompt hit the prefix cache.
         cached = sum(stream.cached_tokens for stream in self._streams[:: self.admitted.options.n])
         prompt, details = self.admitted.prompt_tokens, PromptDetails(cached)
-        if self.admitted.options.prediction is None:
-            return Usage(prompt, completion, prompt + completion, details)
-        drafts = self.drafts()
-        predicted = CompletionDetails(drafts.accepted_predicted, drafts.predicted - drafts.accepted_predicted)
-        return Usage(prompt, completion, prompt + completion, details, predicted)
+        predicted: CompletionDetails | UnsetType = UNSET
+        if self.admitted.options.prediction is not None:
+            drafts = self.drafts()
+            predicted = CompletionDetails(drafts.accepted_predicted, drafts.predicted - drafts.accepted_predicted)
+        return Usage(prompt, completion, prompt + completion, details, predicted, *self._weight_versions())
+
+    def _weight_versions(self) -> tuple[str | UnsetType, list[WeightSpan] | UnsetType]:
+        """Return the last version of the weights, and the spans of all choices if it changed within one."""
+        streams = [stream for stream in self._streams if stream.versions]
+        if not streams:
+            return UNSET, UNSET
+        numbers = [self._choices[stream.choice].num_tokens for stream in streams]
+        spans = [weight_spans(s.choice, s.versions, number) for s, number in zip(streams, numbers, strict=True)]
+        has_changed = any(len(found) > 1 for found in spans)
+        return streams[-1].versions[-1][0], [span for found in spans for span in found] if has_changed else UNSET
 
     def drafts(self) -> DraftCounts:
         """Return the numbers of drafts of all choices.

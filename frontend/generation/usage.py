@@ -1,5 +1,7 @@
 """Token counts of a request."""
 
+from collections.abc import Sequence
+
 from msgspec import UNSET, Struct, UnsetType
 
 
@@ -19,6 +21,28 @@ class CompletionDetails(Struct, frozen=True):
     """Number of those that did not. They are computed, and not counted as completion tokens."""
 
 
+class WeightSpan(Struct, frozen=True):
+    """Output tokens of a choice that one version of the weights computed."""
+
+    choice: int
+    version: str
+    start: int
+    """Index of the first of them."""
+    end: int
+    """One past the index of the last."""
+
+
+def weight_spans(choice: int, versions: Sequence[tuple[str, int]], num_tokens: int) -> list[WeightSpan]:
+    """Return the spans of a choice that have tokens.
+
+    versions: each with the number of tokens before it; num_tokens: of the choice.
+    """
+    starts = [min(start, num_tokens) for _, start in versions]
+    ends = [*starts[1:], num_tokens]
+    spans = zip(versions, starts, ends, strict=True)
+    return [WeightSpan(choice, name, start, end) for (name, _), start, end in spans if start < end]
+
+
 class Usage(Struct, frozen=True):
     """Token counts of a request, as in OpenAI's API.
 
@@ -31,3 +55,17 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: PromptDetails = PromptDetails()
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
     """UNSET for a request without a prediction."""
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights that computed the last tokens; UNSET on an engine whose weights cannot change."""
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+    """Versions of each choice; UNSET if they did not change within a choice."""
+
+    @property
+    def version_fields(self) -> dict[str, object]:
+        """The fields of weight versions that are set, for usage in the shape of other APIs."""
+        found: dict[str, object] = {}
+        if self.weight_version is not UNSET:
+            found["weight_version"] = self.weight_version
+        if self.weight_versions is not UNSET:
+            found["weight_versions"] = self.weight_versions
+        return found

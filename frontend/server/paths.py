@@ -25,6 +25,7 @@ _ROUTES = frozenset(
     (
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages"),
         *("/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/admin/pause"),
+        "/admin/swap",
         *("/admin/resume", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/version", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/", "/docs"),
         *TRAINER_ROUTES,
@@ -51,6 +52,7 @@ ROUTE_RIGHTS: Mapping[str, Right | None] = {
     "/admin/scheduler": Right.ADMIN,
     "/admin/pause": Right.ADMIN,
     "/admin/resume": Right.ADMIN,
+    "/admin/swap": Right.ADMIN,
     "/v1/load_lora_adapter": Right.ADMIN,
     "/v1/unload_lora_adapter": Right.ADMIN,
     **dict.fromkeys(TRAINER_ROUTES, Right.ADMIN),

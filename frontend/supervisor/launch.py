@@ -238,6 +238,7 @@ async def supervise(
         log = ("--log-level", arguments.log_level, "--log-format", arguments.log_format)
         level_file = private / "log-level"
         files = ["--log-level-file", str(level_file), "--launches-dir", str(private / "launches")]
+        files += ("--weights-file", str(private / "weights.json")) if options.enable_weight_updates else ()
         files += adapters_argv(private, adapters) if options.enable_lora else ()
         command = engine_command(endpoint, options, (*log, *files, *transport_argv(arguments)))
         process = ManagedProcess("engine core", command)

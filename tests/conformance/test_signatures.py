@@ -11,11 +11,14 @@ from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.lora.adapter_loader import ThreadedLoader
 from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.startup.checkpoint_stager import ProcessStager
+from tandem.engine_core.weight_swaps import CheckpointSwap
 from tandem.engine_core.weight_updates.external_updates import ExternalUpdates
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.frontend.supervisor.frontends.frontend_process import Child
 from tests.fakes.adapter_loader import FakeAdapterLoader
+from tests.fakes.checkpoint_stager import FakeStager
 from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint
 from tests.fakes.frontend_child import FakeFrontendChild
 from tests.fakes.mailbox import FakeMailbox
@@ -37,6 +40,9 @@ PAIRS: list[tuple[type, type]] = [
     (ThreadedLoader, contracts.AdapterLoader),
     (FakeWeightChange, contracts.WeightChange),
     (ExternalUpdates, contracts.WeightUpdates),
+    (CheckpointSwap, contracts.WeightChange),
+    (FakeStager, contracts.CheckpointStager),
+    (ProcessStager, contracts.CheckpointStager),
     (FakeFrontendChild, Child),
     (FrontendChild, Child),
 ]

@@ -32,6 +32,10 @@ Closed 6: message
 Failure: request_id code message retry_after
 Finished: request_id reason stop_token_id
 Heartbeat 3: engine_epoch phase percent detail pending stats
+SwapWeights 12: call path running grace activate version
+CancelSwap 13: call
+InspectSwap 14: call
+SwapFacts: state path percent active_path version problem
 WeightFacts: version state problem
 AdapterFacts: name path version root
 AdapterList: changes adapters

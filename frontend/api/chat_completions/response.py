@@ -140,9 +140,9 @@ class ChatFormatter:
     def _usage(self, usage: Usage) -> dict[str, Any]:
         counts = [parser.reasoning_tokens for parser in self._parsers]
         known = [count for count in counts if count is not None]
-        shown: dict[str, Any] = msgspec.structs.asdict(usage)
-        predicted = shown.pop("completion_tokens_details")
-        details = {} if predicted is UNSET else msgspec.structs.asdict(predicted)
+        shown = {name: value for name, value in msgspec.structs.asdict(usage).items() if value is not UNSET}
+        predicted = shown.pop("completion_tokens_details", None)
+        details = {} if predicted is None else msgspec.structs.asdict(predicted)
         if len(known) == len(counts):
             details["reasoning_tokens"] = sum(known)
         return {**shown, "completion_tokens_details": details} if details else shown

@@ -88,7 +88,12 @@ class MessagesFormatter:
     def _usage(self, usage: Usage) -> dict[str, Any]:
         thinking = self._parser.reasoning_tokens
         details = None if thinking is None else {"thinking_tokens": thinking}
-        return {**_usage(usage), "output_tokens": usage.completion_tokens, "output_tokens_details": details}
+        return {
+            **_usage(usage),
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": details,
+            **usage.version_fields,
+        }
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -150,6 +150,7 @@ class ResponsesFormatter:
             # The count is required, but unknown if no single token ends the reasoning.
             "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens or 0},
             "total_tokens": usage.total_tokens,
+            **usage.version_fields,
         }
 
     def _encoded(self, events: Sequence[StreamEvent]) -> bytes:

@@ -85,6 +85,14 @@ COMMANDS = {
         "[FLAGS]",
         ("tandem inspect", "tandem inspect --watch 1"),
     ),
+    "swap": CommandHelp(
+        "replace the weights of a running server",
+        "Replace the weights of a running server by those of another checkpoint of the same model, and return once "
+        "they serve. The server needs --enable-weight-updates and --swap-root. It checks the checkpoint and reads it "
+        "into the page cache first, and goes on meanwhile.",
+        "PATH [FLAGS]",
+        ("tandem swap /models/step-200", "tandem swap /models/step-200 --running restart"),
+    ),
     "bench": CommandHelp(
         "measure throughput and latency of a server",
         "Send random prompts to any OpenAI-compatible server and print its throughput, the time to first token (TTFT), "

@@ -1,0 +1,153 @@
+"""Program that checks a checkpoint before a swap, and reads it into the page cache.
+
+Usage: `python -m tandem.engine_core.startup.stage_checkpoint BASE FOLDER`. It writes `percent N` lines to stdout, and
+exits with 0, or with 1 after a line with the reason why the weights of FOLDER cannot take the place of those of BASE.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.layers.kv_scales import KEY_NAMES, VALUE_NAMES
+from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.error_text import printable
+from tandem.engine_core.loader.fit import IGNORED_SUFFIXES
+from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
+from tandem.engine_core.loader.slots import FLOAT_DTYPES
+from tandem.engine_core.loader.source_file import SourceFile, memory_of
+from tandem.engine_core.models.registry import open_checkpoint, read_config
+from tandem.protocol.model_folder import template_fingerprint
+
+CHUNK_BYTES = 2**23
+_SCALES = ("scale", "scales", "scale_inv", "scale_2", "global_scale", "scale_weight")
+"""Last parts of the names of scales."""
+_FREE = (*IGNORED_SUFFIXES, *(f".self_attn.{name}" for name in (*KEY_NAMES, *VALUE_NAMES)))
+"""Suffixes of tensors that a checkpoint may have or lack: KV scales are calibrated then."""
+_MAX_NAMED = 3
+
+
+def check_swap(base: Path, folder: Path) -> None:
+    """Check that the weights of a folder can take the place of those of a base without anything else changing.
+
+    Raises ConfigError with the first difference and both of its values.
+    """
+    ours, theirs = read_config(base), read_config(folder)
+    if ours.architecture != theirs.architecture:
+        raise ConfigError(f"the architecture is {theirs.architecture}, that of {base} is {ours.architecture}")
+    fields = structs.asdict(theirs)
+    for name, value in structs.asdict(ours).items():
+        if name == "dtype":
+            continue  # Weights are cast to the engine's.
+        if value != fields[name]:
+            raise ConfigError(f"{name} is {_short(fields[name])}, that of {base} is {_short(value)}")
+    facts: dict[str, Callable[[Path], object]] = {
+        "tokenizer.json": lambda path: _digest(path / "tokenizer.json"),
+        "the chat template": template_fingerprint,
+        "generation_config.json": lambda path: _json(path / "generation_config.json"),
+    }
+    for what, read in facts.items():
+        if (found := read(folder)) != (held := read(base)):
+            raise ConfigError(f"{what} is {_short(found)}, that of {base} is {_short(held)}")
+    _check_tensors(open_checkpoint(base, ours), open_checkpoint(folder, theirs))
+
+
+def _check_tensors(base: Checkpoint, found: Checkpoint) -> None:
+    """Check names, shapes and dtypes of tensors, the order of their inputs, and their scales."""
+    held = {name: tensor for name, tensor in base.tensors.items() if not name.endswith(_FREE)}
+    given = {name: tensor for name, tensor in found.tensors.items() if not name.endswith(_FREE)}
+    for words, names in (("lacks", held.keys() - given.keys()), ("has", given.keys() - held.keys())):
+        if names:
+            named = ", ".join(printable(name) for name in sorted(names)[:_MAX_NAMED])
+            raise ConfigError(f"{found.directory} {words} {len(names)} tensors unlike {base.directory}: {named}")
+    for name, tensor in given.items():
+        other = held[name]
+        if tensor.shape != other.shape:
+            raise ConfigError(f"{name} has shape {list(tensor.shape)}, in {base.directory} {list(other.shape)}")
+        if tensor.dtype != other.dtype and not {tensor.dtype, other.dtype} <= set(FLOAT_DTYPES):
+            raise ConfigError(f"{name} is {tensor.dtype}, in {base.directory} {other.dtype}")
+        if name.endswith("g_idx") and _is_sorted(tensor) != _is_sorted(other):
+            given_word, held_word = ("an order", "none") if _is_sorted(other) else ("no order", "one")
+            raise ConfigError(f"{name} has {given_word} of its inputs (act-order), in {base.directory} {held_word}")
+    for name, tensor in found.tensors.items():
+        if name.rpartition(".")[2].endswith(_SCALES) and not bool(_read(tensor).float().isfinite().all()):
+            raise ConfigError(f"{name} holds a scale that is not finite")
+    head = ("model.embed_tokens.weight", "lm_head.weight")
+    if found.tensors_differ(*head) != base.tensors_differ(*head):
+        raise ConfigError(f"{' and '.join(head)} are equal in one of {found.directory} and {base.directory} only")
+
+
+def _is_sorted(tensor: StoredTensor) -> bool:
+    groups = _read(tensor).flatten()
+    return bool((groups[1:] >= groups[:-1]).all())
+
+
+def _read(tensor: StoredTensor) -> torch.Tensor:
+    """Read a whole tensor."""
+    found = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+    with SourceFile(tensor.path) as file:
+        file.read_into(memory_of(found), tensor.start)
+    return found
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else "missing"
+
+
+def _json(file: Path) -> Any:
+    if not file.is_file():
+        return None
+    try:
+        fields = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    # The version of the library that wrote it changes nothing.
+    return {k: v for k, v in fields.items() if k != "transformers_version"} if isinstance(fields, dict) else fields
+
+
+def _short(value: object) -> str:
+    text = printable(str(value))
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def read_through(folder: Path) -> Iterator[int]:
+    """Read all files of a checkpoint once; yield the percentage after each chunk."""
+    paths = {tensor.path for tensor in Checkpoint.open(folder).tensors.values()}
+    total, done, buffer = sum(path.stat().st_size for path in paths), 0, bytearray(CHUNK_BYTES)
+    for path in sorted(paths):
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                done += count
+                yield done * 100 // max(1, total)
+
+
+def main() -> int:
+    parent = os.getppid()
+    os.nice(10)
+    logging.disable(logging.WARNING)
+    base, folder = map(Path, sys.argv[1:])
+    try:
+        check_swap(base, folder)
+        shown = -1
+        for percent in read_through(folder):
+            if os.getppid() != parent:
+                return 1  # The engine is gone.
+            if percent != shown:
+                print(f"percent {percent}", flush=True)
+                shown = percent
+    except (ConfigError, OSError) as error:
+        print(" ".join(str(error).split()), flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

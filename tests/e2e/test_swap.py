@@ -1,0 +1,224 @@
+"""Swaps of weights under load, with real processes: no stream mixes weights unless it was asked to."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.constant_model import MODEL, write_constant_model
+from tests.support.serving import GUARD_SECONDS, Serving, until
+
+TOKENS = (300, 301)
+LENGTH = 40
+STAGER = "tandem.engine_core.startup.stage_checkpoint"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of two checkpoints, whose answers have no token in common."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, token in zip("ab", TOKENS, strict=True):
+        write_constant_model(folder / name, token)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    log = tmp_path_factory.mktemp("serving") / "log"
+    flags = ("--enable-weight-updates", "--swap-root", str(root), "--threads", "1", "--frontends", "1")
+    with Serving(log, "--model", str(root / "a"), *flags) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """Return the text of each checkpoint's token."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    return {name: tokenizer.decode([token] * 2) for name, token in zip("ab", TOKENS, strict=True)}
+
+
+class Load:
+    """Threads that ask for completions one after the other, until the end of the context."""
+
+    def __init__(self, serving: Serving, threads: int = 2) -> None:
+        self.serving = serving
+        self.answers: list[tuple[int, dict[str, Any]]] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(threads)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        until(lambda: len(self.answers) >= len(self._threads), "the first answers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        before = len(self.answers)
+        until(lambda: len(self.answers) >= before + len(self._threads), "answers after the last swap")
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(GUARD_SECONDS)
+
+    def _run(self, number: int) -> None:
+        while not self._stop.is_set():
+            self.answers.append(complete(self.serving, f"Prompt of thread {number}. " * 8))
+
+
+def complete(serving: Serving, prompt: str = "What is this?") -> tuple[int, dict[str, Any]]:
+    body = {"model": "a", "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+    return serving.post("/v1/completions", body | {"return_token_ids": True})
+
+
+def swap(serving: Serving, path: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+    return serving.post("/admin/swap", {"path": path, **fields})
+
+
+def active(serving: Serving) -> dict[str, Any]:
+    status, text = serving.get("/admin/swap")
+    assert status == 200
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def other(serving: Serving) -> str:
+    return "b" if active(serving)["active_path"].endswith("/a") else "a"
+
+
+def check_unmixed(answer: dict[str, Any], texts: dict[str, str]) -> str:
+    """Check that one checkpoint computed an answer; return its name."""
+    text = answer["choices"][0]["text"]
+    found = [name for name, sample in texts.items() if sample.strip() in text]
+    assert len(found) == 1, text
+    assert "weight_versions" not in answer["usage"]
+    return found[0]
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_no_stream_mixes_weights(serving: Serving, texts: dict[str, str], mode: str) -> None:
+    before = active(serving)
+    computed = {before["weight_version"]: before["active_path"][-1]}
+    with Load(serving) as load:
+        status, answer = swap(serving, other(serving), running=mode)
+        assert status == 200, answer
+        computed[answer["weight_version"]] = answer["active_path"][-1]
+    statuses = {status for status, _ in load.answers}
+    assert statuses <= ({200} if mode == "wait" else {200, 503})
+    for status, answer in load.answers:
+        if status == 200:
+            name, version = check_unmixed(answer, texts), answer["usage"]["weight_version"]
+            assert computed[version] == name
+        else:
+            assert answer["error"]["code"] == "weights_changed"
+
+
+def test_restarted_streams_report_their_spans(serving: Serving, texts: dict[str, str]) -> None:
+    with Load(serving) as load:
+        assert swap(serving, other(serving), running="restart")[0] == 200
+    assert {status for status, _ in load.answers} == {200}
+    for _, answer in load.answers:
+        spans = answer["usage"].get("weight_versions")
+        if spans is None:
+            check_unmixed(answer, texts)
+            continue
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        assert spans[-1]["end"] == LENGTH and spans[-1]["version"] == answer["usage"]["weight_version"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_while_serving_continues(serving: Serving, root: Path) -> None:
+    before = active(serving)
+    shutil.copytree(root / "a", root / "broken")
+    fields = json.loads((root / "broken" / "config.json").read_text())
+    (root / "broken" / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 0.5}))
+    status, answer = swap(serving, "broken")
+    assert (status, answer["error"]["code"]) == (409, "swap_failed")
+    assert "rms_norm_eps" in answer["error"]["message"] and "0.5" in answer["error"]["message"]
+    assert active(serving) == before | {"problem": answer["error"]["message"]}
+    assert complete(serving)[0] == 200
+
+
+def test_a_kill_during_staging_leaves_the_old_weights(serving: Serving) -> None:
+    before = active(serving)
+    found: list[tuple[int, dict[str, Any]]] = []
+    thread = threading.Thread(target=lambda: found.append(swap(serving, other(serving))))
+    thread.start()
+    assert serving.process is not None
+
+    def stagers() -> list[psutil.Process]:
+        children = psutil.Process(serving.process.pid).children(recursive=True)  # type: ignore[union-attr]
+        return [child for child in children if child.is_running() and STAGER in child.cmdline()]
+
+    for child in until(stagers, "the process that stages"):
+        child.send_signal(signal.SIGKILL)
+    thread.join(GUARD_SECONDS)
+    ((status, answer),) = found
+    assert status == 409 and "-9" in answer["error"]["message"]
+    assert active(serving)["active_path"] == before["active_path"]
+    assert complete(serving)[0] == 200
+
+
+def test_paths_outside_of_the_root_are_refused(serving: Serving, root: Path) -> None:
+    for path, status in (("..", 400), (str(MODEL), 400), ("/etc", 400), ("nothing", 404)):
+        assert swap(serving, path)[0] == status, path
+    (root / "empty").mkdir()
+    assert swap(serving, "empty")[0] == 400
+    (root / "linked").mkdir()
+    (root / "linked" / "model.safetensors").symlink_to(MODEL / "model.safetensors")
+    assert swap(serving, "linked")[0] == 400
+
+
+def test_the_command_swaps_and_a_restarted_engine_has_the_weights(
+    serving: Serving, root: Path, texts: dict[str, str]
+) -> None:
+    name = other(serving)
+    command = [str(Path(sys.executable).with_name("tandem")), "swap", str(root / name), "--url", serving.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    status, answer = complete(serving)
+    version = answer["usage"]["weight_version"]
+    assert status == 200 and check_unmixed(answer, texts) == name
+    assert serving.process is not None
+    children = psutil.Process(serving.process.pid).children(recursive=True)
+    (engine,) = [child for child in children if "tandem.engine_core" in child.cmdline()]
+    engine.kill()
+    engine.wait(GUARD_SECONDS)
+    answer = until(lambda: (found := complete(serving))[0] == 200 and found[1], "an answer of the new engine")
+    assert check_unmixed(answer, texts) == name
+    assert answer["usage"]["weight_version"] == version
+    done = subprocess.run([*command[:2], str(root / "nothing"), *command[3:]], capture_output=True, check=False)
+    assert done.returncode == 1
+
+
+def test_every_api_reports_the_version(serving: Serving) -> None:
+    version = active(serving)["weight_version"]
+    messages = [{"role": "user", "content": "What is this?"}]
+    for path, body in {
+        "/v1/completions": {"prompt": "What is this?", "max_tokens": 4},
+        "/v1/chat/completions": {"messages": messages, "max_tokens": 4},
+        "/v1/responses": {"input": "What is this?", "max_output_tokens": 16},
+        "/v1/messages": {"messages": messages, "max_tokens": 4},
+    }.items():
+        status, answer = serving.post(path, {"model": "a", "temperature": 0, **body})
+        assert (status, answer["usage"].get("weight_version")) == (200, version), (path, answer)
+
+
+@pytest.mark.slow
+def test_two_hundred_swaps(serving: Serving, texts: dict[str, str]) -> None:
+    modes = ("wait", "abort")
+    with Load(serving) as load:
+        for number in range(200):
+            assert swap(serving, other(serving), running=modes[number % 2])[0] == 200
+    for status, answer in load.answers:
+        if status == 200:
+            check_unmixed(answer, texts)
+    state = json.loads(serving.get("/admin/scheduler")[1])
+    assert state["pages"]["used"] == 0 and state["sequences"] == []

@@ -1,0 +1,23 @@
+"""A stager that has a result when a test says so."""
+
+
+class FakeStager:
+    """Record the paths that are staged."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.num_cancelled = 0
+        self.outcome: str | None = None
+
+    def start(self, path: str) -> None:
+        self.paths.append(path)
+        self.outcome = None
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+    def progress(self) -> int:
+        return 100 if self.outcome == "" else 40
+
+    def result(self) -> str | None:
+        return self.outcome

@@ -1,0 +1,97 @@
+"""Who may swap weights, from where, and which folders."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import Request
+from msgspec import structs
+
+from tandem.frontend.api.admin.swap import SwapRequest, checkpoint_below, is_loopback, parse_swap
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.errors import ApiError
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import RunningServer, get, post
+
+SWAP = "/admin/swap"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"path": 1}',
+        b'{"path": ""}',
+        b'{"path": "a", "running": "never"}',
+        b'{"path": "a", "grace": -1}',
+        b'{"path": "a", "grace": "1"}',
+        b'{"path": "a", "activate": 1}',
+        b'{"path": "a", "version": "%s"}' % (b"x" * 300),
+    ],
+)
+def test_malformed_bodies_are_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_swap(body, IgnoredFields())
+    assert caught.value.status == 400
+
+
+def test_fields_have_defaults() -> None:
+    assert parse_swap(b'{"path": "a"}', IgnoredFields()) == SwapRequest("a")
+    body = b'{"path": "a", "running": "restart", "grace": 2, "activate": false, "version": "v"}'
+    assert parse_swap(body, IgnoredFields()) == SwapRequest("a", "restart", 2.0, False, "v")
+
+
+def test_a_checkpoint_is_below_the_root_with_all_links_followed(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root / "a", root / "links", root / "pickles", outside):
+        folder.mkdir(parents=True)
+    (root / "a" / "model.safetensors").touch()
+    (outside / "model.safetensors").touch()
+    (root / "pickles" / "model.bin").touch()
+    (root / "link").symlink_to(outside)
+    (root / "links" / "model.safetensors").symlink_to(outside / "model.safetensors")
+    assert checkpoint_below(root, "a") == checkpoint_below(root, str(root / "a")) == (root / "a").resolve()
+    for path, status in (
+        ("..", 400),
+        ("../outside", 400),
+        (str(outside), 400),
+        ("link", 400),
+        ("links", 400),
+        ("pickles", 400),
+        ("nothing", 404),
+    ):
+        with pytest.raises(ApiError) as caught:
+            checkpoint_below(root, path)
+        assert caught.value.status == status, path
+
+
+@pytest.mark.parametrize("root", [None, Path("/")])
+def test_an_engine_that_keeps_its_weights_has_no_such_routes(
+    engine: FakeEngine, config: FrontendConfig, root: Path | None
+) -> None:
+    engine.start()
+    running = RunningServer(structs.replace(config, swap_root=root)).start().ready()
+    try:
+        assert post(running.url + SWAP, json={"path": "a"}).status_code == 404
+        assert get(running.url + SWAP).status_code == 404
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize(
+    ("client", "expected"),
+    [
+        (("127.0.0.1", 1), True),
+        (("127.9.9.9", 1), True),
+        (("::1", 1), True),
+        (("::ffff:127.0.0.1", 1), True),
+        (("", 0), True),
+        (None, True),
+        (("10.0.0.1", 1), False),
+        (("::ffff:10.0.0.1", 1), False),
+        (("localhost.example", 1), False),
+    ],
+)
+def test_loopback(client: Any, expected: bool) -> None:
+    assert is_loopback(Request({"type": "http", "client": client, "headers": []})) is expected
