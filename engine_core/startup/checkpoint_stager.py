@@ -7,11 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+from msgspec import Struct
+
 from tandem.engine_core.errors import ConfigError
 
 PROGRAM = "tandem.engine_core.startup.stage_checkpoint"
 
 Stamp = tuple[tuple[str, int, int], ...]
+
+
+class StagerRun(Struct):
+    """One run of the program, which a thread follows. A run that was cancelled may end after the next one began."""
+
+    process: subprocess.Popen[str] | None
+    percent: int = 0
+    result: str | None = None
 
 
 class ProcessStager:
@@ -24,58 +34,57 @@ class ProcessStager:
         """Start nothing. base: folder of the engine's model; wake: called at the end of each process."""
         self.base = base
         self.wake = wake
-        self._process: subprocess.Popen[str] | None = None
+        self._run = StagerRun(None)
         self._stamps: dict[str, Stamp] = {}
-        self._percent = 0
-        self._result: str | None = None
 
     @property
     def pid(self) -> int | None:
         """Id of the process that runs, or ran last."""
-        return None if self._process is None else self._process.pid
+        return None if self._run.process is None else self._run.process.pid
 
     def start(self, path: str) -> None:
         self.cancel()
-        self._percent, self._result = 0, None
         self._stamps = {path: folder_stamp(Path(path))}
         command = [sys.executable, "-m", PROGRAM, str(self.base), path]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment, errors="replace"
-        )
-        self._process = process
-        Thread(target=self._follow, args=(process,), name="stager", daemon=True).start()
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment, errors="replace"
+            )
+        except OSError as error:
+            self._run = StagerRun(None, 0, f"the process that stages checkpoints could not be started: {error}")
+            return
+        self._run = StagerRun(process)
+        Thread(target=self._follow, args=(self._run, process), name="stager", daemon=True).start()
 
     def cancel(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+        if self._run.process is not None and self._run.process.poll() is None:
+            self._run.process.kill()
 
     def progress(self) -> int:
-        return self._percent
+        return self._run.percent
 
     def result(self) -> str | None:
-        return self._result
+        return self._run.result
 
     def check_unchanged(self, path: str) -> None:
         """Raise ConfigError if the files of a checkpoint have changed since it was staged."""
         if self._stamps.get(path) != folder_stamp(Path(path)):
             raise ConfigError(f"the files in {path} have changed since they were staged; stage them again")
 
-    def _follow(self, process: subprocess.Popen[str]) -> None:
+    def _follow(self, run: StagerRun, process: subprocess.Popen[str]) -> None:
         reason = ""
         assert process.stdout is not None
         with process:
             for line in process.stdout:
                 head, _, rest = line.strip().partition(" ")
                 if head == "percent":
-                    if process is self._process:
-                        self._percent = int(rest)
+                    run.percent = int(rest)
                 else:
                     reason = line.strip()
         code = process.returncode
-        if process is self._process:
-            self._result = "" if code == 0 else reason or f"the process that staged it ended with code {code}"
-            self.wake()
+        run.result = "" if code == 0 else reason or f"the process that staged it ended with code {code}"
+        self.wake()
 
 
 def folder_stamp(folder: Path) -> Stamp:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -153,3 +154,22 @@ def test_a_killed_process_is_a_reason(pair: tuple[Path, Path]) -> None:
     assert stager.pid is not None
     os.kill(stager.pid, signal.SIGKILL)
     assert "-9" in staged(stager, done)
+
+
+def test_the_end_of_a_cancelled_process_is_not_the_result_of_the_next(pair: tuple[Path, Path]) -> None:
+    base, new = pair
+    stager = ProcessStager(base, lambda: None)
+    stager.start(str(new))
+    first = stager._run
+    stager.cancel()
+    stager.start(str(new))
+    assert first.process is not None and first.process.wait(GUARD_SECONDS)
+    assert stager.result() is None
+    stager.cancel()
+
+
+def test_a_process_that_cannot_start_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stager = ProcessStager(tmp_path, lambda: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    stager.start(str(tmp_path))
+    assert "missing" in (stager.result() or "")
