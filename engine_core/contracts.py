@@ -307,6 +307,9 @@ class WeightUpdates(Protocol):
     def advance(self) -> None:
         """Go on with calls that wait for the trainer. Never blocks."""
 
+    def abandon(self) -> None:
+        """Give up the update in progress, if there is one: what was received is never put into force."""
+
 
 class CheckpointStager(Protocol):
     """Checks and reads checkpoints outside the loop, one at a time."""

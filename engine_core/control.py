@@ -245,8 +245,9 @@ class Control:
         call = command.call
         if self.updates is None:
             return Answer(call, False, "the weights cannot be updated; start the engine with --enable-weight-updates")
-        if not isinstance(command, InitWeightTransfer) and not self.pause.holds_rows:
-            return Answer(call, False, "the engine runs; pause it before an update of its weights, mode keep or abort")
+        is_paused = self.pause.holds_rows or (self.pause.mode == "wait" and not self.scheduler.running)
+        if not isinstance(command, InitWeightTransfer) and not is_paused:
+            return Answer(call, False, "the engine runs; pause it before an update of its weights")
 
         def reply(problem: str) -> None:
             self.weights.reply(client, Answer(call, not problem, problem))
@@ -274,6 +275,19 @@ class Control:
         if command.mode == "abort":
             message = "the engine was paused, which ended its open requests (mode abort); try again later"
             self.scheduler.fail_all(ErrorCode.ENGINE_PAUSED, message)
+
+    def advance_updates(self) -> None:
+        """Go on with the calls of a trainer, and give up an update in whose middle the engine was resumed."""
+        if self.updates is None:
+            return
+        self.updates.advance()
+        weights = self.weights
+        if weights.is_complete or weights.problem or weights.change is not None or self.pause.mode is not None:
+            return
+        self.updates.abandon()
+        weights.problem = "the engine was resumed in the middle of an update"
+        message = f"the weights are incomplete: {weights.problem}; swap or update them completely"
+        self.scheduler.fail_all(ErrorCode.WEIGHTS_CHANGED, message)
 
     def advance_swaps(self, now: float) -> None:
         """Begin the change of a swap once its checkpoint is staged. now: seconds."""

@@ -124,7 +124,6 @@ class Engine:
         control = Control(scheduler, compiler, epoch, model, limits, stats, clock, weights, swaps)
         stages = StageClock(stats.stage_seconds, stage_clock)
         given = runtime, mailbox, control, compiler, stats, stages, advancer, publish_weights
-        given = runtime, mailbox, control, compiler, stats, stages, advancer, publish_weights
         return cls(scheduler, PipelineState(depth), *given)
 
     def run(self) -> None:
@@ -210,8 +209,7 @@ class Engine:
             self.scheduler.advance_adapters(now)
             for client, call, problem in self.control.take_adapter_results(adapters):
                 self.mailbox.reply(client, Answer(call, not problem, problem, adapters=adapters.listed))
-        if self.control.updates is not None:
-            self.control.updates.advance()
+        self.control.advance_updates()
         self.control.advance_swaps(now)
         self.stages.mark("drain")
         if rejected:

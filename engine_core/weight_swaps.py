@@ -57,6 +57,8 @@ class WeightSwaps:
         self.load = load
         self.save = save
         self.active_path = active_path
+        self.on_load: Callable[[], None] = lambda: None
+        """Called before weights are loaded."""
         self.problem = ""
         """Reason why the last swap failed."""
         self._state: SwapState = "idle"
@@ -125,6 +127,7 @@ class WeightSwaps:
     def _activate(self) -> str:
         command = self._command
         assert command is not None
+        self.on_load()
         self.load(command.path)
         return command.version or _next(self.switch.version.name)
 

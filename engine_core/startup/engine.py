@@ -228,7 +228,10 @@ def build_engine(
             if swaps is not None:
                 swaps.active_path = ""  # They are in memory only.
 
-        control.updates = build_updates(options, switch, weights, source.model, place, mailbox.wake, note_update)
+        updates = build_updates(options, switch, weights, source.model, place, mailbox.wake, note_update)
+        control.updates = updates
+        if swaps is not None:
+            swaps.on_load = updates.abandon
         guard_restart(control, mark)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:

@@ -198,9 +198,13 @@ class ExternalUpdates:
         self._announced = self.slots = None
         self.switch.begin(Finish(self.model, slots, version or f"update-{self._count}", running, reply))
 
+    def abandon(self) -> None:
+        """Give up the update in progress, and keep the group."""
+        self._announced = self.slots = None
+
     def fail(self) -> None:
         """Give up the update in progress and its group."""
-        self._announced = self.slots = None
+        self.abandon()
         self.close()
 
 
@@ -242,7 +246,7 @@ class Receive:
                 self.group.receive(buffer[:size], left)
                 for spec, tensor in zip(chunk, unpacked(buffer, chunk), strict=True):
                     updates.slots.write(spec.name, tensor)
-        except (TransferError, ConfigError, torch.OutOfMemoryError) as error:
+        except (TransferError, ConfigError, RuntimeError) as error:  # Also a lack of memory.
             updates.fail()
             raise WeightsError(f"an update failed: {error}", is_intact=False) from error
         return None

@@ -2,18 +2,28 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.protocol.commands import InitWeightTransfer, ResetPrefixCache, StartWeightUpdate, UpdateWeights
+from tandem.engine_core.weight_updates.update_slots import UpdateSlots
+from tandem.protocol.commands import (
+    InitWeightTransfer,
+    ResetPrefixCache,
+    StartWeightUpdate,
+    SwapWeights,
+    UpdateWeights,
+)
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Finished
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_llama import save_random
+from tests.fakes.checkpoint_stager import FakeStager
 from tests.support.engine_driver import CLIENT, DrivenEngine
+from tests.support.serving import until
 from tests.support.trained_engine import SIZES, TrainedEngine, described
 
 LENGTH = 12
@@ -97,6 +107,62 @@ def test_a_partial_update_leaves_the_weights_incomplete_until_a_full_one(folders
     outcome = trained.driven.outcome(request)
     assert isinstance(outcome, Failure) and outcome.code is ErrorCode.WEIGHTS_CHANGED
     trained.pause()
+    trained.update(tensors)
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
+
+
+def test_a_resume_in_the_middle_of_an_update_ends_every_request(folders: list[Path]) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    trained.pause()
+    trained.init()
+    held = trained.driven.submit(PROMPT, params())
+    trained.start()
+    assert trained.send(tensors).ok
+    trained.resume()
+    new = trained.driven.submit(PROMPT, params())
+    trained.driven.run()
+    for request in (held, new):
+        outcome = trained.driven.outcome(request)
+        assert isinstance(outcome, Failure) and outcome.code is ErrorCode.WEIGHTS_CHANGED
+    trained.pause()
+    assert not trained.finish().ok
+    trained.update(tensors)
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
+
+
+def test_a_swap_ends_an_update_in_progress(folders: list[Path]) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    control, stager = trained.driven.engine.control, FakeStager()
+    assert control.swaps is not None
+    control.swaps.stager, control.swaps.load = stager, lambda _: setattr(stager, "outcome", None)
+    trained.pause()
+    trained.init()
+    trained.start()
+    assert trained.send(tensors).ok
+    assert trained.call(
+        lambda call: SwapWeights(call, str(folders[0]), "restart", version="swapped"),
+        lambda: until(lambda: stager.paths and setattr(stager, "outcome", "") is None, "the stager"),
+    ).ok
+    assert not trained.finish().ok, "its tensors are gone"
+    assert (control.weights.version.name, control.weights.is_complete) == ("swapped", True)
+    trained.update(tensors, "v2")
+    assert control.weights.version.name == "v2"
+
+
+def test_an_error_of_torch_during_an_update_does_not_end_the_engine(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    trained.pause("wait")
+    trained.init(2**30)
+    trained.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(UpdateSlots, "write", Mock(side_effect=RuntimeError("can't allocate memory")))
+        answer = trained.send(tensors)
+    assert not answer.ok and "allocate" in answer.message
+    trained.init()
     trained.update(tensors)
     trained.resume()
     assert generate(trained) == expected(folders[1])
