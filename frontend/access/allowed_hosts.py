@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 
 ANY = "*"
+UNIX = "unix"
+"""Address of a client on a Unix socket, and its name in `--forwarded-allow-ips`."""
 LOOPBACK = "loopback"
 """Allows `localhost` and loopback addresses, and any name on a Unix socket, which browsers cannot reach."""
 

@@ -6,13 +6,10 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from tandem.frontend.access.allowed_hosts import AllowedHosts, is_address, refusal
+from tandem.frontend.access.allowed_hosts import UNIX, AllowedHosts, is_address, refusal
 from tandem.frontend.api.error_response import error_answer
 from tandem.frontend.errors import ApiError
 from tandem.frontend.server.paths import is_health_check
-
-UNIX = "unix"
-"""Name for Unix socket peers in `--forwarded-allow-ips`."""
 
 
 def trust_proxies(app: ASGIApp, trusted: Sequence[str]) -> ASGIApp:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from msgspec import Struct
 
+from tandem.frontend.access.allowed_hosts import UNIX
 from tandem.frontend.api.openapi import error_response, json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, unsupported
@@ -99,7 +100,7 @@ def check_allowed(service: Service, request: Request) -> None:
 
 def is_loopback(request: Request) -> bool:
     """Return whether a request comes from this host: by a loopback address, or a Unix socket."""
-    if request.client is None or not request.client.host:
+    if request.client is None or request.client.host in ("", UNIX):
         return True
     try:
         address = ipaddress.ip_address(request.client.host)

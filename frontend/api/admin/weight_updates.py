@@ -6,13 +6,13 @@ The trainer broadcasts in a process group of its own; these calls only say what 
 import base64
 import binascii
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from tandem.frontend.access.allowed_hosts import is_loopback
+from tandem.frontend.api.admin.swap import is_loopback
 from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
 from tandem.frontend.engine.calls import UpdateCall
@@ -32,13 +32,15 @@ DEFAULT_BUFFER_BYTES = 2**30
 """vLLM's size of a packed buffer."""
 MAX_BUFFER_BYTES = 2**36
 UNIQUE_ID_BYTES = 128
+MAX_WORLD_SIZE = 2**16
+_Length = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class InitInfo(Struct):
     """`init_info`."""
 
     rank_offset: int
-    world_size: int
+    world_size: Annotated[int, Meta(le=MAX_WORLD_SIZE)]
     master_address: str | None = None
     master_port: int | None = None
     nccl_unique_id_b64: str | None = None
@@ -51,7 +53,7 @@ class UpdateInfo(Struct):
 
     names: list[str] = []
     dtype_names: list[str] = []
-    shapes: list[list[int]] = []
+    shapes: list[list[_Length]] = []
     packed: bool | None = None
     packed_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES
 
@@ -183,8 +185,7 @@ def check_allowed(service: Service, request: Request) -> None:
     """
     if not service.ready().model.weight_transfer:
         raise ApiError(404, "the weights cannot be updated; start the server with --enable-weight-updates")
-    client = request.scope.get("client")
-    if not service.keys.is_required and client is not None and client[0] != "unix" and not is_loopback(client[0]):
+    if not service.keys.is_required and not is_loopback(request):
         raise ApiError(403, "without API keys only clients on this host may change the weights; set up keys")
 
 

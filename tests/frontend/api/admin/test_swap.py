@@ -87,6 +87,7 @@ def test_an_engine_that_keeps_its_weights_has_no_such_routes(
         (("::1", 1), True),
         (("::ffff:127.0.0.1", 1), True),
         (("", 0), True),
+        (("unix", 0), True),
         (None, True),
         (("10.0.0.1", 1), False),
         (("::ffff:10.0.0.1", 1), False),
