@@ -67,12 +67,12 @@ def build_swaps(
         weights.swap(Path(path), Path(swaps.active_path) if swaps.active_path else None, source.model)
 
     def save(path: str, version: str) -> None:
-        on_swap()
-        if file is not None:
-            try:
+        try:
+            if file is not None:
                 write_weights_file(file, WeightsFile(path, version))
-            except OSError as error:
-                logger.error("a restarted engine would have the weights of --model: %s", error)
+            on_swap()
+        except OSError as error:
+            logger.error("a restarted engine would have the weights before: %s", error)
 
     swaps = WeightSwaps(switch, stager, load, str(active.checkpoint.directory), save)
     return swaps
