@@ -18,7 +18,14 @@ from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.retry_budget import ENGINE_LOSSES, RetryBudget
 from tandem.frontend.generation.sequences import new_choices, submit_command
 from tandem.frontend.generation.tokenizer import Tokenizer
-from tandem.frontend.generation.usage import CompletionDetails, PromptDetails, Usage, WeightSpan, weight_spans
+from tandem.frontend.generation.usage import (
+    CompletionDetails,
+    PromptDetails,
+    Usage,
+    WeightSpan,
+    summarize,
+    weight_spans,
+)
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure
@@ -238,14 +245,13 @@ class Generation:
         return Usage(prompt, completion, prompt + completion, details, predicted, *self._weight_versions())
 
     def _weight_versions(self) -> tuple[str | UnsetType, list[WeightSpan] | UnsetType]:
-        """Return the last version of the weights, and the spans of all choices if it changed within one."""
+        """Return the version of the last tokens, and the spans of all choices if they have several versions."""
         streams = [stream for stream in self._streams if stream.versions]
         if not streams:
             return UNSET, UNSET
         numbers = [self._choices[stream.choice].num_tokens for stream in streams]
-        spans = [weight_spans(s.choice, s.versions, number) for s, number in zip(streams, numbers, strict=True)]
-        has_changed = any(len(found) > 1 for found in spans)
-        return streams[-1].versions[-1][0], [span for found in spans for span in found] if has_changed else UNSET
+        found = [weight_spans(s.choice, s.versions, number) for s, number in zip(streams, numbers, strict=True)]
+        return summarize([span for spans in found for span in spans], streams[-1].versions[-1][0])
 
     def drafts(self) -> DraftCounts:
         """Return the numbers of drafts of all choices.

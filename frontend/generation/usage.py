@@ -43,6 +43,15 @@ def weight_spans(choice: int, versions: Sequence[tuple[str, int]], num_tokens: i
     return [WeightSpan(choice, name, start, end) for (name, _), start, end in spans if start < end]
 
 
+def summarize(spans: list[WeightSpan], newest: str) -> tuple[str, list[WeightSpan] | UnsetType]:
+    """Return the version of the last tokens, and the spans if they have several versions.
+
+    Choices that begin before and after a change have different ones. newest: the version of a request without tokens.
+    """
+    has_several = len({span.version for span in spans}) > 1
+    return spans[-1].version if spans else newest, spans if has_several else UNSET
+
+
 class Usage(Struct, frozen=True):
     """Token counts of a request, as in OpenAI's API.
 
@@ -58,7 +67,7 @@ class Usage(Struct, frozen=True):
     weight_version: str | UnsetType = UNSET
     """Version of the weights that computed the last tokens; UNSET on an engine whose weights cannot change."""
     weight_versions: list[WeightSpan] | UnsetType = UNSET
-    """Versions of each choice; UNSET if they did not change within a choice."""
+    """Versions of each choice; UNSET if all tokens have the same."""
 
     @property
     def version_fields(self) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tandem.frontend.generation.usage import Usage, WeightSpan, weight_spans
+from tandem.frontend.generation.usage import Usage, WeightSpan, summarize, weight_spans
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,13 @@ def test_spans_cover_the_tokens_of_a_choice(
     versions: list[tuple[str, int]], num_tokens: int, spans: list[tuple[str, int, int]]
 ) -> None:
     assert weight_spans(1, versions, num_tokens) == [WeightSpan(1, *span) for span in spans]
+
+
+def test_spans_are_reported_if_tokens_have_several_versions() -> None:
+    one, other, rest = WeightSpan(0, "1", 0, 5), WeightSpan(1, "1", 0, 4), WeightSpan(1, "2", 0, 4)
+    assert summarize([one, other], "2") == ("1", msgspec.UNSET)
+    assert summarize([one, rest], "2") == ("2", [one, rest])
+    assert summarize([], "2") == ("2", msgspec.UNSET)
 
 
 def test_usage_has_no_version_unless_weights_can_change() -> None:
