@@ -373,6 +373,7 @@ def _check_switches(options: EngineOptions, model: ModelShape) -> None:
     static = options.batching == "static"
     chunked = options.prefill_chunk not in (None, "off")
     cached = options.prefix_cache == "on"
+    matches, usual = ((by.speculate_min_match, by.speculate_max_match) for by in (options, EngineOptions()))
     uncached, interval = not _prefix_cache(options, model), model.state_interval
     ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
     found = [f"{one} and {other} exclude each other: {why}" for wrong, one, other, why in (
@@ -398,6 +399,12 @@ def _check_switches(options: EngineOptions, model: ModelShape) -> None:
         (options.speculate_min_match > options.speculate_max_match,
          f"--speculate-min-match {options.speculate_min_match}", f"--speculate-max-match {options.speculate_max_match}",
          "no longer match is looked for; raise the second"),
+        (options.speculate == "off" and options.speculate_tokens != "auto",
+         f"--speculate-tokens {options.speculate_tokens}", "--speculate off",
+         "no step verifies drafts; use --speculate ngram or model:PATH, or leave the number out"),
+        (options.speculate != "ngram" and matches != usual,
+         f"--speculate-min-match {matches[0]} and --speculate-max-match {matches[1]}",
+         f"--speculate {options.speculate}", "only n-gram drafts are found by matches; leave the lengths out"),
         (options.speculate != "off" and options.graph_rows == "off", f"--speculate {options.speculate}",
          "--graph-rows off", "steps that verify drafts run as CUDA graphs; leave --graph-rows out"),
         (options.synthetic_acceptance is not None and options.developer == "off",
