@@ -188,7 +188,9 @@ def stored_names(scheme: Scheme) -> set[str]:
 
 
 FP8_AT_LOAD = Quantization(
-    ONLINE_FP8, (Rule(ModuleNames.containing(("linear_attn.in_proj_a", "linear_attn.in_proj_b")), None),)
+    ONLINE_FP8,
+    (Rule(ModuleNames.containing(("linear_attn.in_proj_a", "linear_attn.in_proj_b")), None),),
+    unmatched=(),  # They come from no config, and most models have no such layer.
 )
 """Quantization of `--quantize fp8`. The few outputs that gate a recurrent state stay in 16 bits, as in published FP8
 checkpoints."""
