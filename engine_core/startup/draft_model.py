@@ -35,7 +35,11 @@ def resolve_draft(directory: Path, target: ModelSource, config: StepConfig) -> M
             f"{flag}: a vocabulary of {model.vocab_size} ids, but that of the model has {target.model.vocab_size}; use "
             "a draft model of the same family and size of vocabulary"
         )
-    if problem := _tokenizer_problem(directory, target.directory):
+    try:
+        problem = _tokenizer_problem(directory, target.directory)
+    except ConfigError as error:
+        problem = str(error)
+    if problem:
         raise ConfigError(f"{flag}: {problem}; use a draft model with the same tokenizer")
     if model.recurrent_layers:
         raise ConfigError(
@@ -76,8 +80,8 @@ def _tokenizer_problem(draft: Path, target: Path) -> str:
         return ""
     if missing:
         return f"there is no {missing[0]}"
-    one, other = (file.read_bytes() for file in files)
-    if one == other:
+    one, other = files
+    if one.read_bytes() == other.read_bytes():
         return ""
     ids, expected = _token_ids(one), _token_ids(other)
     differing = [token for token in ids.keys() | expected.keys() if ids.get(token) != expected.get(token)]
@@ -90,12 +94,12 @@ def _tokenizer_problem(draft: Path, target: Path) -> str:
     )
 
 
-def _token_ids(tokenizer: bytes) -> dict[str, int]:
-    """Return the id of each token of a tokenizer.json."""
+def _token_ids(file: Path) -> dict[str, int]:
+    """Return the id of each token of a tokenizer.json. Raises ConfigError for one that is malformed."""
     try:
-        found: dict[str, Any] = msgspec.json.decode(tokenizer)
+        found: dict[str, Any] = msgspec.json.decode(file.read_bytes())
         vocab = found["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {piece[0]: index for index, piece in enumerate(vocab)}
         return ids | {added["content"]: added["id"] for added in found.get("added_tokens", [])}
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"a tokenizer.json is malformed: {error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is malformed: {type(error).__name__}: {error}") from None

@@ -92,6 +92,16 @@ def test_tokenizers_are_equal_if_their_ids_are(folders: tuple[Path, Path]) -> No
         resolve(*folders)
 
 
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{}", b"\xff", b'{"model": {"vocab": [[]]}}', b'{"model": {"vocab": 3}}', b'{"model": []}']
+)
+def test_a_malformed_tokenizer_is_named(text: bytes, folders: tuple[Path, Path]) -> None:
+    tokenizer(folders[0], {"a": 0})
+    (folders[1] / "tokenizer.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"--speculate model:.*draft/tokenizer\.json"):
+        resolve(*folders)
+
+
 def test_the_report_of_a_check_has_its_memory(folders: tuple[Path, Path]) -> None:
     options = EngineOptions(model=str(folders[0]), device="cpu", max_len=64, kv_tokens=512, max_rows=4)
     alone = preflight(options, [], lambda: 2**34, lambda: 2**34)
