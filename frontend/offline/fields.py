@@ -265,12 +265,13 @@ def check_prompt(prompt: Any, name: str = "the prompt") -> Prompt:
 def _listed(value: Any, name: str = "prompts") -> list[Any]:
     """Return the items of an array, such as NumPy's.
 
-    Raises TypeError for a value without `tolist`.
+    Raises TypeError for a value without `tolist`, and for a scalar of an array.
     """
-    if not hasattr(value, "tolist"):
+    items = value.tolist() if hasattr(value, "tolist") else None
+    if not isinstance(items, list):
         kind = type(value).__name__
         raise TypeError(f"{name} must be a text, a list of token ids, or a list of those, not a value of type {kind}")
-    return list(value.tolist())
+    return items
 
 
 def conversation_batch(conversations: Conversation | Sequence[Conversation]) -> list[Conversation]:

@@ -100,6 +100,7 @@ def test_prompts_are_texts_or_token_ids(given: Any, prompts: list[Any]) -> None:
         ([[True]], "a bool"),
         ([{"prompt": "a"}], "prompt 0 .*list.* type dict"),
         (3, "prompts must .*list.* type int"),
+        ([np.int64(3)], "prompt 0 must .*list.* type int64"),
     ],
 )
 def test_other_prompts_are_a_type_error(given: Any, reason: str) -> None:
