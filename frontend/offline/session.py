@@ -16,7 +16,7 @@ from tandem.frontend.api.completions.request import parse_completion
 from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError, malformed, unsupported
-from tandem.frontend.generation.admission import Admitted
+from tandem.frontend.generation.admission import Admitted, check_ids
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.offline.batch import Batch, BatchOptions
 from tandem.frontend.offline.engine_process import EngineProcess
@@ -257,6 +257,7 @@ class OfflineSession:
                 f"the continuation has {len(rest)} tokens; at least 1 and at most {MAX_VERIFIED} are verified at once",
                 "continuation",
             )
+        check_ids(rest, ready.model.vocab_size, "continuation")
         body = msgspec.json.encode({"model": ready.model.name, **fields.request.body, "prompt": "x"})
         parsed = parse_completion(body, IgnoredFields())
         options = msgspec.structs.replace(

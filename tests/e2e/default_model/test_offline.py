@@ -114,14 +114,15 @@ def test_verification_returns_logits_on_request(llm: LLM) -> None:
 
 
 def test_each_continuation_is_refused_on_its_own(llm: LLM) -> None:
-    results = llm.verify([[5], [5], [5], [], [2**30], [5]], [[6], [], [6] * 65, [6], [6], [6] * 64])
-    assert [result.error is None for result in results] == [True, False, False, False, False, True]
+    results = llm.verify([[5], [5], [5], [], [2**30], [5], [5]], [[6], [], [6] * 65, [6], [6], [6] * 64, [-1]])
+    assert [result.error is None for result in results] == [True, False, False, False, False, True, False]
     assert [numbers_in(result.error.message) for result in results if result.error][:2] == [[0, 1, 64], [65, 1, 64]]
     assert [(result.error.index, result.error.param) for result in results if result.error] == [
         (1, "continuation"),
         (2, "continuation"),
         (3, "prompt"),
         (4, "prompt"),
+        (6, "continuation"),
     ]
     for failed in results[1:5]:
         with pytest.raises(RequestError):
