@@ -49,9 +49,9 @@ CASES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
 """Layout of quantized layers, expression of the layers that are not, and the config's rules."""
 
 
-def write(directory: Path, layout: Layout, plain: str, config: dict[str, Any]) -> None:
+def write(directory: Path, layout: Layout, plain: str, config: dict[str, Any], seed: int = 0) -> None:
     fields = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]}
-    save_random(directory, fields | {"intermediate_size": 96})
+    save_random(directory, fields | {"intermediate_size": 96}, seed=seed)
 
     def layout_of(module: str) -> Layout | None:
         is_linear = re.search(r"_proj(_\w+)?$", module) and not re.search(plain, module)

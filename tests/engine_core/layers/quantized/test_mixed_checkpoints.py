@@ -52,14 +52,19 @@ def logits(directory: Path) -> Tensor:
 
 
 def write(
-    directory: Path, layout: Layout, plain: str, config: dict[str, Any], others: dict[str, Layout] | None = None
+    directory: Path,
+    layout: Layout,
+    plain: str,
+    config: dict[str, Any],
+    others: dict[str, Layout] | None = None,
+    seed: int = 0,
 ) -> None:
     """Write a checkpoint with projections in a layout.
 
     plain: regular expression found in the names of modules that are not quantized; others: layouts of further modules,
     by the end of their names.
     """
-    save_random(directory, USUAL)
+    save_random(directory, USUAL, seed=seed)
 
     def layout_of(module: str) -> Layout | None:
         for name, other in (others or {}).items():
