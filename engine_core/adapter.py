@@ -19,6 +19,7 @@ class Adapter:
         "root",
         "slot",
         "version",
+        "weight_version",
     )
 
     name: str
@@ -28,6 +29,8 @@ class Adapter:
     """Folder that these have to be in, with all links followed; "": any."""
     version: int
     """Number of this version, at least 1 and never reused."""
+    weight_version: str
+    """Name of the version of the base model's weights when it was loaded; "" if they cannot change."""
     slot: int
     """Slot of the device's memory that holds its weights, from 1 on; 0: none does."""
     num_rows: int
@@ -41,11 +44,12 @@ class Adapter:
     last_use: int
     """Number of the last use of its slot, ascending over all adapters."""
 
-    def __init__(self, name: str, path: str, version: int, root: str = "") -> None:
+    def __init__(self, name: str, path: str, version: int, root: str = "", weight_version: str = "") -> None:
         self.name = name
         self.path = path
         self.root = root
         self.version = version
+        self.weight_version = weight_version
         self.slot = self.num_rows = self.num_open = self.last_use = 0
         self.is_draining = self.is_retired = False
 

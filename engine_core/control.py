@@ -228,7 +228,7 @@ class Control:
                 return Answer(call, False, f"an adapter's name has 1 to {MAX_NAME_BYTES} bytes in UTF-8")
             logger.info("%s loads the adapter %s from %s", self.clients[client], name, printable(command.path))
             given = command.name, command.path, command.load_inplace, command.root
-            problem = adapters.load(client, call, *given)
+            problem = adapters.load(client, call, *given, self.weights.version.name)
         else:
             logger.info("%s unloads the adapter %s", self.clients[client], name)
             problem = adapters.unload(client, call, command.name)

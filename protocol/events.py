@@ -79,6 +79,8 @@ class AdapterFacts(Struct, frozen=True, array_like=True):
     """Number that no other adapter, and no earlier one of the name, has had."""
     root: str = ""
     """As in `LoadAdapter`."""
+    weight_version: str = ""
+    """Version of the base model's weights when it was loaded; "" on an engine whose weights cannot change."""
 
 
 class AdapterList(Struct, frozen=True, array_like=True):

@@ -98,21 +98,32 @@ class Adapters:
     @property
     def listed(self) -> AdapterList:
         """The adapters that requests may use, for frontends."""
-        return AdapterList(self.changes, [AdapterFacts(a.name, a.path, a.version, a.root) for a in self.names.values()])
+        found = [AdapterFacts(a.name, a.path, a.version, a.root, a.weight_version) for a in self.names.values()]
+        return AdapterList(self.changes, found)
 
-    def add(self, name: str, path: str, version: int, root: str = "") -> Adapter:
-        """Add an adapter that was read. version: at least the next one."""
+    def add(self, name: str, path: str, version: int, root: str = "", weight_version: str = "") -> Adapter:
+        """Add an adapter that was read. version: at least the next one; weight_version: as in `Adapter`."""
         self._next_version = max(self._next_version, version + 1)
-        adapter = self.names[name] = Adapter(name, path, version, root)
+        adapter = self.names[name] = Adapter(name, path, version, root, weight_version)
         self.changes += 1
         return adapter
 
     # Commands of frontends.
 
-    def load(self, client: bytes, call: int, name: str, path: str, replaces: bool, root: str = "") -> str:
+    def load(
+        self,
+        client: bytes,
+        call: int,
+        name: str,
+        path: str,
+        replaces: bool,
+        root: str = "",
+        weight_version: str = "",
+    ) -> str:
         """Start loading an adapter; the answer comes once it is there.
 
-        replaces: True if the name may be loaded already; root: as in `LoadAdapter`. Return the reason if it cannot be.
+        replaces: True if the name may be loaded already; root: as in `LoadAdapter`; weight_version: as in `Adapter`.
+        Return the reason if it cannot be.
         """
         if name in self.names and not replaces:
             return f"the adapter {name!r} is loaded already; give load_inplace to replace it"
@@ -122,7 +133,7 @@ class Adapters:
             return f"{MAX_ADAPTERS} adapters are loaded, the most that this engine takes"
         version = self._next_version
         self._next_version += 1
-        self._reading[version] = Reading(Adapter(name, path, version, root), client, call)
+        self._reading[version] = Reading(Adapter(name, path, version, root, weight_version), client, call)
         self.loader.read(version, path, root)
         return ""
 

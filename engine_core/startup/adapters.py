@@ -24,10 +24,12 @@ def build_adapters(
     status: Status,
     wake: Callable[[], None],
     announce: Callable[[], None],
+    weight_version: str,
 ) -> Adapters:
     """Load the adapters of the file, which is kept up to date from then on; None: it is not stored.
 
-    wake: ends a wait of the loop; announce: publishes the heartbeat at once.
+    wake: ends a wait of the loop; announce: publishes the heartbeat at once; weight_version: of the base model's
+    weights, for adapters that no engine has loaded before.
 
     Raises ConfigError for an adapter of the flags that cannot be loaded. One that was loaded at run time, and cannot be
     loaded again, is left out.
@@ -53,7 +55,7 @@ def build_adapters(
                 raise ConfigError(f"--lora-modules {facts.name}: {error}") from None
             logger.error("the adapter %s is no longer served: %s", facts.name, error)
             continue
-        adapters.add(facts.name, facts.path, facts.version, facts.root)
+        adapters.add(facts.name, facts.path, facts.version, facts.root, facts.weight_version or weight_version)
         logger.info("adapter %s of rank %d from %s", facts.name, rank, facts.path)
     save(adapters.listed, stored.next_version)
     return adapters

@@ -192,20 +192,21 @@ def build_engine(
     draft_costs = measure_draft_costs(runtime, config)
     log.mark("timing of steps")
     facts = _facts(config, source)
+    switch = None
+    if options.enable_weight_updates:
+        switch = WeightSwitch(WeightsFile().version if active is None else active.version)
+        status.weights = switch.facts
     adapters = None
     if runtime.adapters is not None:
         place = parts.device.torch_device
         copies = SideCopies(place) if place.type == "cuda" else None
         given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
-        adapters = build_adapters(*given)
+        adapters = build_adapters(*given, "" if switch is None else switch.version.name)
         log.mark("adapters")
-    switch, swaps, mark = None, None, UpdatedMark(updated_file)
+    swaps, mark = None, UpdatedMark(updated_file)
     weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
-    if options.enable_weight_updates:
-        switch = WeightSwitch(WeightsFile().version if active is None else active.version)
-        status.weights = switch.facts
-        if active is not None:
-            swaps = build_swaps(switch, source, active, weights, weights_file, mailbox.wake, mark.clear)
+    if switch is not None and active is not None:
+        swaps = build_swaps(switch, source, active, weights, weights_file, mailbox.wake, mark.clear)
     given_weights = switch, swaps
     engine = _build_loop(
         config,

@@ -44,7 +44,10 @@ def _adapter_card(
 ) -> dict[str, Any]:
     """Describe an adapter. base: name of the model that it adapts."""
     card = _card(model, facts.name, sampling_defaults, anthropic)
-    return card if anthropic else card | {"root": facts.path, "parent": base}
+    if anthropic:
+        return card
+    version = {"weight_version": facts.weight_version} if facts.weight_version else {}
+    return card | {"root": facts.path, "parent": base} | version
 
 
 _CARD = closed(
@@ -56,8 +59,8 @@ _CARD = closed(
         "max_model_len": {"type": "integer"},
         "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
     },
-    # Of adapters: the folder, and the model that it adapts.
-    {"root": STRING, "parent": STRING},
+    # Of adapters: the folder, the model that it adapts, and the version of its weights when the adapter was loaded.
+    {"root": STRING, "parent": STRING, "weight_version": STRING},
 )
 _ANTHROPIC_CARD = closed(
     {

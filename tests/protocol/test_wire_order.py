@@ -37,7 +37,7 @@ CancelSwap 13: call
 InspectSwap 14: call
 SwapFacts: state path percent active_path version problem
 WeightFacts: version state problem
-AdapterFacts: name path version root
+AdapterFacts: name path version root weight_version
 AdapterList: changes adapters
 InspectedSequence: client request_id state row prompt_len generated launched pages shared_pages cached_tokens
     priority preemptions age session wait http_request_id key

@@ -12,6 +12,7 @@ from tandem.engine_core.lora.adapter_loader import ThreadedLoader
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.device_memory import adapter_bytes
 from tandem.engine_core.startup.engine import resolve_engine
+from tandem.engine_core.weight_version import WeightVersion
 from tandem.protocol.commands import Goodbye, Hello, Renew
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.errors import ErrorCode
@@ -211,6 +212,23 @@ def test_a_restarted_engine_has_the_adapters_that_were_loaded(model: Path) -> No
     assert list(again.adapters.names) == ["b"], "c has lost its files"
     assert again.adapters.names["b"].version == version
     assert again.load("d", first).ok and again.adapters.names["d"].version > version
+
+
+def weight_versions(engine: LoraEngine) -> dict[str, str]:
+    return {facts.name: facts.weight_version for facts in engine.adapters.listed.adapters}
+
+
+def test_adapters_say_for_which_weights_they_were_loaded(model: Path) -> None:
+    first = adapter_of(model, "a")
+    engine = LoraEngine.start(model, {"a": first}, enable_weight_updates=True)
+    initial = engine.engine.control.weights.version.name
+    assert engine.load("b", first).ok and weight_versions(engine) == {"a": initial, "b": initial}
+    engine.engine.control.weights.version = WeightVersion(1, "step-2")
+    assert engine.load("c", first).ok and engine.load("b", first, load_inplace=True).ok
+    expected = {"a": initial, "b": "step-2", "c": "step-2"}
+    assert initial and weight_versions(engine) == expected
+    assert weight_versions(LoraEngine.restart(model, enable_weight_updates=True)) == expected
+    assert weight_versions(LoraEngine.start(model, {"a": first})) == {"a": ""}
 
 
 def test_files_are_in_the_root_when_they_are_loaded_and_after_a_restart(model: Path, tmp_path: Path) -> None:

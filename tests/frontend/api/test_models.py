@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
+from tandem.protocol.events import AdapterFacts, AdapterList
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post
 from tests.support.scripted_server import write_chat_model
@@ -56,6 +57,17 @@ def test_every_name_is_listed_and_described(named: RunningServer) -> None:
     document = get(named.url + "/openapi.json").json()
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["properties"]["model"]["enum"] == ["one", "two", None]
+
+
+def test_an_adapter_has_the_version_of_the_weights_that_it_was_loaded_for(
+    engine: FakeEngine, named: RunningServer
+) -> None:
+    adapters = [AdapterFacts("sql", "/sql", 1, weight_version="step-2"), AdapterFacts("poems", "/poems", 2)]
+    named.server._service.client.adapters.observe(engine.epoch, AdapterList(1, adapters))
+    cards = {card["id"]: card for card in get(named.url + "/v1/models").json()["data"]}
+    assert cards["sql"]["weight_version"] == "step-2"
+    assert get(named.url + "/v1/models/sql").json() == cards["sql"]
+    assert all("weight_version" not in cards[name] for name in ("poems", "one", "two"))
 
 
 def test_every_route_takes_the_names_of_the_model(named: RunningServer) -> None:
