@@ -229,6 +229,7 @@ def test_every_api_reports_the_version(serving: Serving) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_two_hundred_swaps(serving: Serving, texts: dict[str, str]) -> None:
     modes = ("wait", "abort")
     for number in range(200):
