@@ -207,7 +207,7 @@ def test_inspect_shows_the_drafts(
 
 def test_offline_results_count_drafts(answer: str) -> None:
     prediction = {"type": "content", "content": answer}
-    with LLM(speculate="ngram", log_level="warning") as llm:
+    with LLM(speculate="ngram", speculate_tokens=5, log_level="warning") as llm:
         [result] = llm.chat(QUESTION, temperature=0, max_tokens=64, prediction=prediction)
         [copied, plain] = [
             llm.generate(COPY, temperature=0, max_tokens=64, ignore_eos=True, speculation=wanted)[0]
