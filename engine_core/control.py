@@ -245,7 +245,7 @@ class Control:
         call = command.call
         if self.updates is None:
             return Answer(call, False, "the weights cannot be updated; start the engine with --enable-weight-updates")
-        is_paused = self.pause.holds_rows or (self.pause.mode == "wait" and not self.scheduler.running)
+        is_paused = self.pause.holds_rows or (self.pause.mode == "wait" and not self.scheduler.num_begun)
         if not isinstance(command, InitWeightTransfer) and not is_paused:
             return Answer(call, False, "the engine runs; pause it before an update of its weights")
 

@@ -228,8 +228,9 @@ class Engine:
         scheduler.advance(now)
         while True:
             # A grammar may force all tokens of a sequence at its admission. It ends at once, which frees its row.
-            resumed_only = self.control.weights.change is not None
-            while self.control.pause.mode is None and (admitted := scheduler.admit_waiting(resumed_only)):
+            pause = self.control.pause
+            begun_only = self.control.weights.change is not None or pause.mode is not None
+            while not pause.holds_rows and (admitted := scheduler.admit_waiting(begun_only)):
                 for seq in admitted:
                     self.timelines.on_admit(seq, now)
                     if not seq.preemptions:
@@ -382,7 +383,8 @@ class Engine:
     def _report_pause(self) -> None:
         """Publish the pause state and answer pending pause requests."""
         pause = self.control.pause
-        complete = pause.is_complete(self.pipeline.in_flight, len(self.scheduler.running))
+        num_begun = self.scheduler.num_begun if pause.mode == "wait" else 0
+        complete = pause.is_complete(self.pipeline.in_flight, num_begun)
         if complete != self.stats.paused:
             self.stats.paused = int(complete)
             self.stats.pause_changes += 1

@@ -152,6 +152,20 @@ class DraftStats:
         self.accepted += accepted
 
 
+class RequestGroup:
+    """The sequences of one HTTP request, which change weights together."""
+
+    __slots__ = ("has_begun", "id")
+
+    id: int
+    """Request id of the first of them (`Submit.group`), or of the only one."""
+    has_begun: bool
+    """True once one of them has been admitted."""
+
+    def __init__(self, group_id: int) -> None:
+        self.id, self.has_begun = group_id, False
+
+
 class Sequence:
     """One sequence and the arithmetic of its positions.
 
@@ -176,6 +190,7 @@ class Sequence:
         "drafts",
         "end_ids",
         "first_pages",
+        "group",
         "id",
         "in_steady_decode",
         "inflight",
@@ -233,6 +248,8 @@ class Sequence:
     """Below this position a decode row needs no new page and is not the last row."""
     in_steady_decode: bool
     """True if each row of the sequence is one position, with no tokens to upload."""
+    group: RequestGroup
+    """Group of the sequence; `Scheduler.add` joins those of one HTTP request."""
     adapter: Adapter | None
     """Adapter of the sequence; None: it has none."""
     weights: WeightVersion
@@ -269,6 +286,7 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.compiling = submit.constraint is not None
         self.adapter = adapter
+        self.group = RequestGroup(submit.group or submit.request_id)
         self.weights = INITIAL
         self.cache, self.device = CacheState(self._namespace()), DeviceState(len(prompt))
         self.wire, self.times, self.drafts = WireState(), SequenceTimes(), DraftStats()

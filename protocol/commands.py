@@ -171,7 +171,7 @@ class Renew(Command, frozen=True, array_like=True, tag=7):
 
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Effect of a pause on open requests: abort ends them; wait computes those that run to their end and keeps the
+"""Effect of a pause on open requests: abort ends them; wait computes those that have begun to their end and keeps the
 others waiting; keep freezes all where they are."""
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
@@ -179,8 +179,9 @@ PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 class Pause(Command, frozen=True, array_like=True, tag=8):
     """Request to pause until a `Resume`.
 
-    No further steps are launched; in mode `wait` only no further sequences are admitted. The `Answer` comes once no
-    step is in flight and, in mode `wait`, no sequence runs. It is not ok if a `Resume` came first.
+    No further steps are launched; in mode `wait` only no further requests are begun. The `Answer` comes once no step is
+    in flight and, in mode `wait`, those that have begun have ended, with all sequences of their groups. It is not ok if
+    a `Resume` came first.
     """
 
     call: int
@@ -286,8 +287,8 @@ class FinishWeightUpdate(Command, frozen=True, array_like=True, tag=24):
 
 
 SwapMode = Literal["wait", "abort", "restart"]
-"""Effect of a swap on requests that run: wait lets them end before, while others queue; abort ends them in an error;
-restart computes their tokens again with the new weights, and continues their text."""
+"""Effect of a swap on requests that have begun, with all sequences of their groups: wait lets them end before, while
+others queue; abort ends them in an error; restart computes their tokens again with the new weights, and continues their text."""
 SWAP_MODES: tuple[SwapMode, ...] = get_args(SwapMode)
 
 

@@ -152,16 +152,17 @@ class Admission:
         """Id of the sequence that the gates declined last, and `KVManager.epoch` then: until that changes they would
         decline it again."""
 
-    def admit(self, waiting: WaitingQueue, resumed_only: bool = False) -> list[Sequence]:
+    def admit(self, waiting: WaitingQueue, begun_only: bool = False) -> list[Sequence]:
         """Take sequences out of the queue while every gate accepts them.
 
         Return those taken. One whose adapter is in no slot waits for it without blocking the others, and so does one
-        whose next page is being computed by a running sequence. resumed_only: True to take only preempted ones.
+        whose next page is being computed by a running sequence. begun_only: True to take only those of requests
+        that have begun.
         """
         admitted: list[Sequence] = []
         num_bypassed = 0
         for seq in waiting:
-            if resumed_only and not seq.preemptions:
+            if begun_only and not seq.group.has_begun:
                 continue
             if self.adapters is not None and seq.adapter is not None and self.adapters.defers(seq.adapter):
                 continue

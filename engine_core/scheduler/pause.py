@@ -7,8 +7,8 @@ from tandem.protocol.events import Answer
 class PauseSwitch:
     """State of the pause, and the calls that wait for it.
 
-    The engine is pausing from the command on. It is paused once no step is in flight and, in mode `wait`, no sequence
-    runs.
+    The engine is pausing from the command on. It is paused once no step is in flight and, in mode `wait`, the requests
+    that have begun have ended.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class PauseSwitch:
         self.mode, self.refuses_new = None, False
         self._resumes.append((client, call))
 
-    def is_complete(self, in_flight: int, running: int) -> bool:
+    def is_complete(self, in_flight: int, num_begun: int) -> bool:
         """Return whether the engine is paused.
 
-        in_flight: number of steps; running: number of sequences.
+        in_flight: number of steps; num_begun: number of sequences of requests that have begun.
         """
-        return self.mode is not None and not in_flight and (self.holds_rows or not running)
+        return self.mode is not None and not in_flight and (self.holds_rows or not num_begun)
 
     def take_answers(self, complete: bool) -> list[tuple[bytes, Answer]]:
         """Return the answers to calls that can be given now, each once.

@@ -19,7 +19,7 @@ from tandem.engine_core.scheduler.logprobs import add_logits, add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import QueuedPrompts, RunningSequences, WaitingQueue, queue_full
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork
-from tandem.engine_core.sequence import Sequence
+from tandem.engine_core.sequence import RequestGroup, Sequence
 from tandem.engine_core.weight_version import WeightVersion
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -71,6 +71,8 @@ class Scheduler:
         self._preempting: list[Sequence] = []
         """Preempted sequences that a step in flight still holds."""
         self._masks = StepMasks(self._held)
+        self._groups: dict[bytes, RequestGroup] = {}
+        """Group of the last sequence of each frontend."""
         self._now = 0.0
 
     @property
@@ -110,6 +112,10 @@ class Scheduler:
             self.memory.sessions.check(seq.submit.session)
             self.memory.sessions.begin_turn(seq.submit.session, seq.id)
         self._open[seq.client, seq.request_id] = seq
+        # A frontend submits the sequences of an HTTP request one after the other.
+        if (group := self._groups.get(seq.client)) is not None and group.id == seq.group.id:
+            seq.group = group
+        self._groups[seq.client] = seq.group
         if self.adapters is not None and seq.adapter is not None:
             self.adapters.open(seq.adapter)
         seq.use_weights(self.memory.weights)
@@ -134,17 +140,18 @@ class Scheduler:
         seq.constraint, seq.compiling = result, False
         self.waiting.push(seq)
 
-    def admit_waiting(self, resumed_only: bool = False) -> list[Sequence]:
+    def admit_waiting(self, begun_only: bool = False) -> list[Sequence]:
         """Move sequences from the queue to running while every gate accepts them.
 
         Return those moved, in the order of the queue. The tokens that a grammar forces at the beginning of a sequence
-        are appended at once, which may end it: call again until nothing is moved. resumed_only: True to move only
-        sequences that were preempted.
+        are appended at once, which may end it: call again until nothing is moved. begun_only: True to move only
+        sequences of requests that have begun.
         """
         if not self.rows.free or (self.running and self.planner.out_of_pages) or (self.limits.static and self._held):
             return []
-        moved = self._admission.admit(self.waiting, resumed_only)
+        moved = self._admission.admit(self.waiting, begun_only)
         for seq in moved:
+            seq.group.has_begun = True
             self._held[seq.id] = seq
             self._running.add(seq)
         for seq in [seq for seq in moved if seq.constraint is not None]:
@@ -400,6 +407,7 @@ class Scheduler:
 
     def abort_client(self, client: bytes) -> None:
         """End every request of a frontend that has disconnected."""
+        self._groups.pop(client, None)
         for key in [key for key in self._open if key[0] == client]:
             self.abort(*key)
 
@@ -410,17 +418,18 @@ class Scheduler:
 
     @property
     def num_begun(self) -> int:
-        """Number of sequences without an outcome that run, or have run before a preemption."""
+        """Number of sequences without an outcome of requests that have begun."""
         return len(self._begun())
 
     def fail_begun(self, code: ErrorCode, message: str) -> None:
-        """End every sequence that runs, or has run before a preemption, in an error."""
+        """End every sequence of the requests that have begun in an error."""
         for seq in self._begun():
             self.end(seq, Failure(seq.request_id, code, message))
 
     def _begun(self) -> list[Sequence]:
-        resumed = [seq for seq in self.waiting if seq.preemptions]
-        return [*self.running.values(), *self._preempting, *resumed]
+        """Return the sequences of HTTP requests of which one has been admitted, also those that still wait."""
+        waiting = [seq for seq in (*self.waiting, *self.compiling.values()) if seq.group.has_begun]
+        return [*self.running.values(), *self._preempting, *waiting]
 
     def abandon(self) -> None:
         """Release every ended sequence, in flight or not.

@@ -45,7 +45,7 @@ class WeightSwitch:
     def is_due(self, in_flight: int, num_begun: int) -> bool:
         """Return whether the change can be applied now.
 
-        in_flight: number of steps; num_begun: number of sequences that run or have run.
+        in_flight: number of steps; num_begun: number of sequences of requests that have begun.
         """
         return self.change is not None and not in_flight and (self.change.running != "wait" or not num_begun)
 

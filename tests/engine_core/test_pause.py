@@ -60,6 +60,22 @@ class TestModes:
         assert bench.outcome(2) == Finished(2, FinishReason.LENGTH)
         assert bench.at_rest()
 
+    def test_wait_lets_all_sequences_of_a_request_finish(self, depth: int) -> None:
+        bench = Bench(depth, rows=1)
+        for number, group in ((1, 1), (2, 1), (3, 3)):
+            bench.submit(number, 8, group=group)
+        for _ in range(2):
+            bench.engine.tick()
+        bench.say(Pause(7, "wait"))
+        for _ in range(40):
+            bench.engine.tick()
+        assert answers(bench) == [Answer(7, True, "", 1)]
+        assert [bench.outcome(number) for number in (1, 2)] == [Finished(n, FinishReason.LENGTH) for n in (1, 2)]
+        assert (bench.stats.running, bench.stats.waiting) == (0, 1)
+        bench.say(Resume(8))
+        bench.finish()
+        assert bench.at_rest()
+
     def test_abort_ends_open_requests_with_the_reason(self, depth: int) -> None:
         bench = paused(depth, "abort")
         for number in (1, 2):

@@ -61,6 +61,47 @@ class TestModes:
         assert bench.mailbox.received[CLIENT, 1] == whole(0, PROMPT)
         assert bench.mailbox.received[CLIENT, 2] == whole(9, PROMPT)
 
+    def test_wait_lets_all_sequences_of_a_request_end(self, depth: int) -> None:
+        bench = Bench(depth, rows=1)
+        for number in (1, 2, 3):
+            bench.submit(number, 6, group=1)
+        bench.submit(4, 6, group=4)
+        while (CLIENT, 1) not in bench.mailbox.outcomes:
+            bench.engine.tick()
+        assert not bench.scheduler.running or next(iter(bench.scheduler.running.values())).request_id == 2
+        change(bench, "wait")
+        bench.submit(5, 6, group=4)
+        bench.finish()
+        for number, weights in {1: 0, 2: 0, 3: 0, 4: 9, 5: 9}.items():
+            assert bench.mailbox.received[CLIENT, number] == whole(weights, PROMPT, 6), number
+        assert bench.at_rest()
+
+    def test_wait_lets_a_sequence_end_whose_grammar_is_being_compiled(self, depth: int) -> None:
+        bench = Bench(depth, rows=2)
+        bench.submit(1, 6, group=1)
+        bench.compiler.delay = lambda: 20
+        bench.submit(2, 6, "parity", group=1)
+        for _ in range(3):
+            bench.engine.tick()
+        begun = change(bench, "wait")
+        while not begun.problems:
+            bench.engine.tick()
+        assert {number for _, number in bench.mailbox.outcomes} == {1, 2}
+
+    def test_abort_ends_all_sequences_of_a_request_that_has_begun(self, depth: int) -> None:
+        bench = Bench(depth, rows=1)
+        for number, group in ((1, 1), (2, 1), (3, 3)):
+            bench.submit(number, 12, group=group)
+        for _ in range(4):
+            bench.engine.tick()
+        change(bench, "abort")
+        bench.finish()
+        for number in (1, 2):
+            outcome = bench.outcome(number)
+            assert isinstance(outcome, Failure) and outcome.code is ErrorCode.WEIGHTS_CHANGED
+        assert bench.mailbox.received[CLIENT, 3] == whole(9, PROMPT)
+        assert bench.at_rest()
+
     def test_abort_ends_requests_that_have_begun(self, depth: int) -> None:
         bench = running(depth)
         change(bench, "abort")

@@ -92,9 +92,11 @@ class Bench:
     def say(self, *commands: Any, client: bytes = CLIENT) -> None:
         self.mailbox.inbox.extend((client, command) for command in commands)
 
-    def submit(self, request_id: int, max_tokens: int, constraint: str | None = None, client: bytes = CLIENT) -> None:
+    def submit(
+        self, request_id: int, max_tokens: int, constraint: str | None = None, client: bytes = CLIENT, group: int = 0
+    ) -> None:
         params = SamplingParams(max_tokens, ignore_eos=True)
-        self.say(Submit(request_id, pack_ids([3, 4, 5]), params, constraint), client=client)
+        self.say(Submit(request_id, pack_ids([3, 4, 5]), params, constraint, group=group), client=client)
 
     def tick_calls(self) -> list[str]:
         before = len(self.runtime.calls)

@@ -288,7 +288,7 @@ class World:
             return
         if pause.mode is not None:
             assert self.engine.stats.paused
-            assert pause.holds_rows or not self.scheduler.running
+            assert pause.holds_rows or not self.scheduler.num_begun
             return
         assert self.scheduler.num_open == len(self.scheduler.compiling), (
             f"asleep: {list(self.scheduler.waiting)} {self.scheduler.running} {self.allocator} {self.memory.tree}"
