@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.engine_core.errors import ConfigError, WeightsError
+from tandem.engine_core.errors import WeightsError
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.weights import finish, load_weights
@@ -58,15 +58,15 @@ class ModelWeights:
         """
         try:
             self.load(directory, config)
-        except (ConfigError, RuntimeError, OSError) as error:
-            logger.error("%s could not be loaded: %s", directory, error)
+        except Exception as error:  # The engine goes on, whatever a checkpoint makes its layers raise.
+            logger.exception("%s could not be loaded", directory)
             is_intact = active is not None and self._reload(active, config)
             raise WeightsError(f"{directory} could not be loaded: {error}", is_intact=is_intact) from error
 
     def _reload(self, active: Path, config: ModelConfig) -> bool:
         try:
             self.load(active, config)
-        except (ConfigError, RuntimeError, OSError) as error:
-            logger.error("%s could not be loaded again either: %s", active, error)
+        except Exception:
+            logger.exception("%s could not be loaded again either", active)
             return False
         return True

@@ -120,7 +120,7 @@ class ExternalUpdates:
             self._group = pending.future.result()
         except Exception as error:  # The libraries of groups raise errors of their own.
             logger.warning("no group with a trainer: %s", error)
-            pending.reply(str(error) or type(error).__name__)
+            pending.reply(_text(error))
             return
         logger.info("joined the group of a trainer")
         pending.reply("")
@@ -157,7 +157,12 @@ class ExternalUpdates:
             return "no group of a trainer was initialized; call /init_weight_transfer_engine first"
         if self.switch.change is not None:
             return "another change of the weights is in progress; wait for its end"
-        self._announced, self.slots = UpdateSlots(self.model.model.weight_slots(), self.rename), None
+        try:
+            slots = self.model.model.weight_slots()
+        except Exception as error:  # Some slots are of temporary tensors: a lack of memory, above all.
+            logger.exception("no update was started")
+            return f"an update could not be started: {_text(error)}"
+        self._announced, self.slots = UpdateSlots(slots, self.rename), None
         return ""
 
     def _update(self, command: UpdateWeights, running: RunningMode, reply: Reply) -> None:
@@ -231,11 +236,11 @@ class Receive:
     def apply(self) -> str | None:
         deadline = time.monotonic() + self.updates.timeout
         updates = self.updates
-        updates.on_change()
-        if updates.slots is None:
-            updates.slots = UpdateSlots(updates.model.slots(), updates.rename)
         buffer: torch.Tensor | None = None
         try:
+            updates.on_change()
+            if updates.slots is None:
+                updates.slots = UpdateSlots(updates.model.slots(), updates.rename)
             for chunk in packed(self.specs, self.buffer_bytes):
                 size = sum(spec.nbytes for spec in chunk)
                 if buffer is None or len(buffer) < size:
@@ -246,9 +251,11 @@ class Receive:
                 self.group.receive(buffer[:size], left)
                 for spec, tensor in zip(chunk, unpacked(buffer, chunk), strict=True):
                     updates.slots.write(spec.name, tensor)
-        except (TransferError, ConfigError, RuntimeError) as error:  # Also a lack of memory.
+        except Exception as error:  # Whatever went wrong, the weights are incomplete and the engine goes on.
+            if not isinstance(error, TransferError | ConfigError):
+                logger.exception("an update failed")
             updates.fail()
-            raise WeightsError(f"an update failed: {error}", is_intact=False) from error
+            raise WeightsError(f"an update failed: {_text(error)}", is_intact=False) from error
         return None
 
     def finish(self, problem: str) -> None:
@@ -272,9 +279,15 @@ class Finish:
             raise WeightsError(f"an update lacked {len(missing)} tensors: {names}", is_intact=False)
         try:
             self.model.finish(self.slots.slots)
-        except ConfigError as error:
-            raise WeightsError(f"an update does not fit: {error}", is_intact=False) from error
+        except Exception as error:  # Callbacks of layers compute with what the trainer sent.
+            if not isinstance(error, ConfigError):
+                logger.exception("an update could not be finished")
+            raise WeightsError(f"an update could not be finished: {_text(error)}", is_intact=False) from error
         return self.version
 
     def finish(self, problem: str) -> None:
         self._reply(problem)
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine_core.startup import model_weights
+from tandem.engine_core.weight_updates.external_updates import ExternalUpdates
 from tandem.engine_core.weight_updates.update_slots import UpdateSlots
 from tandem.protocol.commands import (
     InitWeightTransfer,
@@ -162,6 +164,50 @@ def test_an_error_of_torch_during_an_update_does_not_end_the_engine(
         patched.setattr(UpdateSlots, "write", Mock(side_effect=RuntimeError("can't allocate memory")))
         answer = trained.send(tensors)
     assert not answer.ok and "allocate" in answer.message
+    trained.init()
+    trained.update(tensors)
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error"), ValueError("a bad scale"), AssertionError(), MemoryError()]
+)
+def test_an_error_while_an_update_is_finished_does_not_end_the_engine(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    trained.pause()
+    trained.init()
+    trained.start()
+    assert trained.send(tensors).ok
+    with monkeypatch.context() as patched:
+        patched.setattr(model_weights, "finish", Mock(side_effect=error))
+        answer = trained.finish()
+    assert not answer.ok and (str(error) or type(error).__name__) in answer.message
+    assert not trained.finish().ok
+    trained.resume()
+    request = trained.driven.submit(PROMPT, params())
+    trained.driven.run()
+    outcome = trained.driven.outcome(request)
+    assert isinstance(outcome, Failure) and outcome.code is ErrorCode.WEIGHTS_CHANGED
+    trained.pause()
+    trained.update(tensors)
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
+
+
+def test_a_mark_that_cannot_be_written_does_not_end_the_engine(folders: list[Path]) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    updates = trained.driven.engine.control.updates
+    assert isinstance(updates, ExternalUpdates)
+    trained.pause()
+    trained.init()
+    trained.start()
+    note, updates.on_change = updates.on_change, Mock(side_effect=OSError("no space left"))
+    answer = trained.call(lambda call: UpdateWeights(call, *described(tensors)))
+    assert not answer.ok and "no space left" in answer.message
+    updates.on_change = note
     trained.init()
     trained.update(tensors)
     trained.resume()
