@@ -288,7 +288,8 @@ class FinishWeightUpdate(Command, frozen=True, array_like=True, tag=24):
 
 SwapMode = Literal["wait", "abort", "restart"]
 """Effect of a swap on requests that have begun, with all sequences of their groups: wait lets them end before, while
-others queue; abort ends them in an error; restart computes their tokens again with the new weights, and continues their text."""
+others queue; abort ends them in an error; restart computes their tokens again with the new weights, and continues their
+text."""
 SWAP_MODES: tuple[SwapMode, ...] = get_args(SwapMode)
 
 

@@ -100,7 +100,8 @@ def pause_router(service: Service) -> APIRouter:
         """Pause the engine, and answer once no step is in flight.
 
         Of the open requests, mode `abort` ends all, `wait` computes those that have begun to their end and `keep`
-        freezes all until the engine is resumed. Requests that arrive wait (`new_requests=hold`) or get a 503 (`refuse`).
+        freezes all until the engine is resumed. Requests that arrive wait (`new_requests=hold`) or get a 503
+        (`refuse`).
         """
         mode = cast(PauseMode, query_word(request, "mode", PAUSE_MODES, DEFAULT_MODE))
         new_requests = query_word(request, "new_requests", NEW_REQUESTS, NEW_REQUESTS[0])
