@@ -133,7 +133,7 @@ class CudaForward:
         batch = ForwardBatch(
             tokens.input_ids, tokens.positions, slots, newest, step, step, tokens.rows, has_drafts=True
         )
-        return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
+        return drafter.logits(self.model.forward(batch, self.kv), samples.logits)
 
     def max_short_len(self, rows: int) -> int:
         """Return the largest number of positions of a row that needs no spare programs.

@@ -87,8 +87,13 @@ class ModelDrafter:
         scratch: DraftScratch,
         kernels: DraftKernels,
         planners: Sequence[AttentionPlanner],
+        vocab_size: int,
     ) -> None:
-        """Store the parts. kv: pool of the draft model; planners: of the attention of each slot's steps."""
+        """Store the parts.
+
+        kv: pool of the draft model; planners: of the attention of each slot's steps; vocab_size: number of token ids of
+        the larger model.
+        """
         self.model = model
         self.kv = kv
         self.tables = tables
@@ -96,6 +101,7 @@ class ModelDrafter:
         self.scratch = scratch
         self.kernels = kernels
         self.planners = planners
+        self.vocab_size = vocab_size
         self.page_tables = tables.page_tables(kv)
 
     def propose(self, rows: Tensor, num_drafts: int, sources: Tensor, needs: int) -> None:
@@ -114,7 +120,7 @@ class ModelDrafter:
                 attention=self.planners[0].plan(verify_spans(tokens, queries), self.page_tables),
                 has_drafts=True,
             )
-            logits = self.model.logits(self.model.forward(batch, self.kv))
+            logits = self.logits(self.model.forward(batch, self.kv))
             given = logits, sample_rows, positions, sampled
             self.sampler.sample(SamplingBatch(*given, needs=needs, longest=longest, publish=False))
             self.write(rows, sample_rows, sampled)
@@ -124,7 +130,31 @@ class ModelDrafter:
     ) -> VerifyTokens:
         """Return the tokens of a pass, as in `kernels.speculation.reference.draft_inputs`."""
         given = self.tables.sampling, self.page_tables, self.scratch.state, rows, queries, samples, index, is_first
-        return self.kernels.draft_inputs(*given)
+        tokens = self.kernels.draft_inputs(*given)
+        if self.model.config.vocab_size < self.vocab_size:
+            self._known_ids(tokens.input_ids)
+        return tokens
+
+    def _known_ids(self, ids: Tensor) -> Tensor:
+        """Replace ids that only the larger model has by the last of the draft model, in place."""
+        return ids.clamp_(max=self.model.config.vocab_size - 1)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits of hidden states, [S, vocab_size] in the model's dtype.
+
+        Checkpoints of a family pad their vocabulary to different sizes. Ids that the draft model lacks get -inf, and
+        those that only it has are left out. So the columns, and with them the noise of sampling, are those of the
+        larger model. hidden: [S, hidden]; out: memory for the result, contiguous.
+        """
+        own = self.model.config.vocab_size
+        if own == self.vocab_size:
+            return self.model.logits(hidden, out)
+        logits, common = self.model.logits(hidden), min(own, self.vocab_size)
+        if out is None:
+            out = logits.new_empty(len(logits), self.vocab_size)
+        out[:, :common].copy_(logits[:, :common])
+        out[:, common:].fill_(-torch.inf)
+        return out
 
     def write(self, rows: Tensor, sample_rows: Tensor, sampled: Tensor) -> None:
         """Write the sampled drafts, as in `kernels.speculation.reference.write_drafts`."""
@@ -143,7 +173,7 @@ class ModelDrafter:
         """
         token_rows, at = rows.long(), positions.long()
         batch = ForwardBatch(
-            input_ids=self.tables.tokens[token_rows, at].long(),
+            input_ids=self._known_ids(self.tables.tokens[token_rows, at].long()),
             positions=at,
             slot_mapping=[table.slots(token_rows, at) for table in self.page_tables],
             sample_index=token_rows[:1] * 0,

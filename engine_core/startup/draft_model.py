@@ -10,7 +10,6 @@ from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
-from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.startup.runtime import ModelSource
@@ -19,7 +18,8 @@ from tandem.engine_core.startup.runtime import ModelSource
 def resolve_draft(directory: Path, target: ModelSource, config: StepConfig) -> ModelSource:
     """Return the draft model, of which only the configuration and the tokenizer are read.
 
-    Its keys and values have the dtype of the target's. It is quantized as its checkpoint, or by --quantize.
+    Its keys and values have the dtype of the target's, and those of all positions are kept, whatever its windows. It is
+    quantized as its checkpoint, or by --quantize.
 
     Raises ConfigError, naming the flag, for a model that cannot draft for this one.
     """
@@ -30,13 +30,8 @@ def resolve_draft(directory: Path, target: ModelSource, config: StepConfig) -> M
         raise ConfigError(f"{flag}: {error}") from None
     if config.options.quantize != "off" and model.quantization is None:
         model = structs.replace(model, quantization=FP8_AT_LOAD)
-    if model.vocab_size != target.model.vocab_size:
-        raise ConfigError(
-            f"{flag}: a vocabulary of {model.vocab_size} ids, but that of the model has {target.model.vocab_size}; use "
-            "a draft model of the same family and size of vocabulary"
-        )
     try:
-        problem = _tokenizer_problem(directory, target.directory)
+        problem = _tokenizer_problem(directory, target.directory, (model.vocab_size, target.model.vocab_size))
     except ConfigError as error:
         problem = str(error)
     if problem:
@@ -51,47 +46,45 @@ def resolve_draft(directory: Path, target: ModelSource, config: StepConfig) -> M
             f"{flag}: its positions end at {longest}, and --max-len is {config.max_len}; lower that, or use a draft "
             "model of longer sequences"
         )
-    _check_windows(flag, model, target, config)
-    groups = (KVGroup(tuple(range(model.layers)), model.kv_heads, model.head_dim),)
-    layout = KVLayout(groups=groups, page_size=config.page_size, dtype=target.layout.dtype)
-    return ModelSource(directory, model, target.dtype, layout)
-
-
-def _check_windows(flag: str, model: ModelConfig, target: ModelSource, config: StepConfig) -> None:
-    """Raise ConfigError for windows: the draft model's pages are those of all positions."""
     if any(config.kv_windows):
         raise ConfigError(
             f"{flag}: {target.model.architecture} has layers with windows, whose pages a draft model cannot share; use "
             "--speculate ngram or off"
         )
-    windows = [model.attention[layer].window for layer in model.attention_layers]
-    if any(window is not None and window < config.max_len for window in windows):
-        raise ConfigError(
-            f"{flag}: {model.architecture} has layers with windows, which are not supported in a draft model; use one "
-            "without them, or --speculate ngram"
-        )
+    groups = (KVGroup(tuple(range(model.layers)), model.kv_heads, model.head_dim),)
+    layout = KVLayout(groups=groups, page_size=config.page_size, dtype=target.layout.dtype)
+    return ModelSource(directory, model, target.dtype, layout)
 
 
-def _tokenizer_problem(draft: Path, target: Path) -> str:
-    """Return how the ids of two tokenizers differ; empty if they are equal, or if neither folder has one."""
+def _tokenizer_problem(draft: Path, target: Path, vocab_sizes: tuple[int, int]) -> str:
+    """Return how the ids of two tokenizers differ, or which the smaller vocabulary lacks; empty if they agree.
+
+    Checkpoints of a family may pad their vocabulary to different sizes, above the ids of their tokenizer. Equal sizes
+    suffice if neither folder has a tokenizer. vocab_sizes: of the draft model and of the target.
+    """
+    sizes = "a vocabulary of {} ids, but that of the model has {}".format(*vocab_sizes)
+    have_equal_sizes = len(set(vocab_sizes)) == 1
     files = draft / "tokenizer.json", target / "tokenizer.json"
     missing = [file for file in files if not file.is_file()]
     if len(missing) == len(files):
-        return ""
+        return "" if have_equal_sizes else f"{sizes}, and there is no {files[0]} to show that both have the same tokens"
     if missing:
         return f"there is no {missing[0]}"
     one, other = files
-    if one.read_bytes() == other.read_bytes():
+    if have_equal_sizes and one.read_bytes() == other.read_bytes():
         return ""
     ids, expected = _token_ids(one), _token_ids(other)
     differing = [token for token in ids.keys() | expected.keys() if ids.get(token) != expected.get(token)]
-    if not differing:
-        return ""
-    token = min(differing)
-    return (
-        f"{len(differing)} tokens have other ids than in the model's tokenizer, such as {token!r}: "
-        f"{ids.get(token)} and {expected.get(token)}"
-    )
+    if differing:
+        token = min(differing)
+        return (
+            f"{len(differing)} tokens have other ids than in the model's tokenizer, such as {token!r}: "
+            f"{ids.get(token)} and {expected.get(token)}"
+        )
+    last = max(ids.values(), default=-1)
+    if not have_equal_sizes and last >= min(vocab_sizes):
+        return f"{sizes}, and the tokenizer has ids up to {last}"
+    return ""
 
 
 def _token_ids(file: Path) -> dict[str, int]:

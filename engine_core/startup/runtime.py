@@ -161,7 +161,7 @@ class RuntimeBuilder(Struct, frozen=True):
             return speculator
         given = draft.model, kv.draft, self.tables, draft.sampler, draft.scratch, self.parts.draft_kernels()
         drafter: Drafter
-        drafter = model = ModelDrafter(*given, draft.planners)
+        drafter = model = ModelDrafter(*given, draft.planners, self.source.model.vocab_size)
         if isinstance(speculator.drafter, EagerDrafter):
             drafter = EagerDrafter(drafter, speculator.drafter.forced)
         return Speculator(speculator.tables, speculator.sources, drafter, speculator.kernels, model)

@@ -44,12 +44,11 @@ def test_its_memory_is_that_of_its_own_layers(folders: tuple[Path, Path]) -> Non
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"vocab_size": CONFIG.vocab_size + 8}, str(CONFIG.vocab_size + 8)),
         ({"max_position_embeddings": 32}, "32.*--max-len is 64"),
         ({"architectures": ["BertModel"]}, "BertModel"),
     ],
 )
-def test_another_vocabulary_length_or_architecture_is_refused(
+def test_another_length_or_architecture_is_refused(
     change: dict[str, Any], named: str, folders: tuple[Path, Path]
 ) -> None:
     write_config(folders[1], CONFIG, **change)
@@ -57,13 +56,21 @@ def test_another_vocabulary_length_or_architecture_is_refused(
         resolve(*folders)
 
 
-def test_windows_are_refused(folders: tuple[Path, Path]) -> None:
-    change = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
-    write_config(folders[1], CONFIG, **change)
+WINDOWS = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+
+
+def test_windows_of_the_model_are_refused_if_they_give_up_pages(folders: tuple[Path, Path]) -> None:
+    write_config(folders[0], CONFIG, **WINDOWS)
     with pytest.raises(ConfigError, match=r"--speculate model:.*windows"):
         resolve(*folders)
-    with pytest.raises(ConfigError, match=r"--speculate model:.*windows"):
-        resolve(folders[1], folders[0])
+    assert resolve(*folders, page_size="max").source.draft is not None
+
+
+def test_a_draft_model_with_windows_keeps_all_positions(folders: tuple[Path, Path]) -> None:
+    write_config(folders[1], CONFIG, **WINDOWS)
+    source = resolve(*folders).source
+    assert source.draft is not None and [group.window for group in source.draft.layout.groups] == [None]
+    assert source.token_bytes == 2 * source.layout.token_bytes
 
 
 def test_a_folder_that_is_missing_is_named(folders: tuple[Path, Path]) -> None:
@@ -89,6 +96,32 @@ def test_tokenizers_are_equal_if_their_ids_are(folders: tuple[Path, Path]) -> No
     assert resolve(*folders).source.draft is not None
     (folders[1] / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        resolve(*folders)
+
+
+def test_vocabularies_of_other_sizes_are_padded_ones_if_the_tokenizers_agree(folders: tuple[Path, Path]) -> None:
+    vocab = {str(number): number for number in range(CONFIG.vocab_size)}
+    write_config(folders[1], CONFIG, vocab_size=CONFIG.vocab_size + 8)
+    for folder in folders:
+        tokenizer(folder, vocab)
+    assert resolve(*folders).source.draft is not None
+    assert resolve(folders[1], folders[0]).source.draft is not None
+    for folder in folders:
+        tokenizer(folder, vocab, ("<end>", CONFIG.vocab_size))
+    with pytest.raises(
+        ConfigError, match=rf"--speculate model:.*{CONFIG.vocab_size + 8} ids.*up to {CONFIG.vocab_size}"
+    ):
+        resolve(*folders)
+    with pytest.raises(ConfigError, match=rf"--speculate model:.*{CONFIG.vocab_size} ids.*up to {CONFIG.vocab_size}"):
+        resolve(folders[1], folders[0])
+
+
+def test_without_a_tokenizer_the_vocabularies_must_have_one_size(folders: tuple[Path, Path]) -> None:
+    for folder in folders:
+        (folder / "tokenizer.json").unlink()
+    assert resolve(*folders).source.draft is not None
+    write_config(folders[1], CONFIG, vocab_size=CONFIG.vocab_size + 8)
+    with pytest.raises(ConfigError, match=rf"--speculate model:.*{CONFIG.vocab_size + 8}.*tokenizer\.json"):
         resolve(*folders)
 
 
