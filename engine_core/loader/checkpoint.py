@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.error_text import printable
 from tandem.engine_core.loader.folder import read_folder
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.pieces import cut
@@ -50,9 +51,10 @@ class Checkpoint:
         for tensor in self.tensors.values():
             name = rename(tensor.name)
             if name in tensors:
+                other = tensors[name]
                 raise ConfigError(
-                    f"{self.directory} holds both {tensors[name].name} and {tensor.name}, which are one tensor; remove "
-                    "either"
+                    f"{self.directory} holds both {printable(other.name)} (in {printable(other.path.name)}) and "
+                    f"{printable(tensor.name)} (in {printable(tensor.path.name)}), which are one tensor; remove either"
                 )
             if name is not None:
                 tensors[name] = tensor

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.error_text import printable
+from tandem.engine_core.loader.regular_file import open_regular
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the format allows."""
@@ -75,7 +76,7 @@ class _Entry(Struct):
 
 
 def read_header(
-    path: Path, max_bytes: int = MAX_HEADER_BYTES, opener: Callable[[str, int], int] | None = None
+    path: Path, max_bytes: int = MAX_HEADER_BYTES, opener: Callable[[str, int], int] = open_regular
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a file, by name.
 

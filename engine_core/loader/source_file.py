@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.regular_file import open_regular
 
 
 class BufferAddressError(ConfigError):
@@ -26,7 +27,7 @@ class SourceFile:
     Reads copy from the page cache. A mapping would let the process die by SIGBUS when the file is truncated.
     """
 
-    def __init__(self, path: Path, opener: Callable[[str, int], int] = os.open) -> None:
+    def __init__(self, path: Path, opener: Callable[[str, int], int] = open_regular) -> None:
         """Open nothing yet. opener: as of `open`."""
         self.path = path
         self._opener = opener

@@ -13,7 +13,7 @@ from tandem.engine_core.errors import ConfigError
 
 PROGRAM = "tandem.engine_core.startup.stage_checkpoint"
 
-Stamp = tuple[tuple[str, int, int], ...]
+Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 class StagerRun(Struct):
@@ -69,7 +69,8 @@ class ProcessStager:
 
     def check_unchanged(self, path: str) -> None:
         """Raise ConfigError if the files of a checkpoint have changed since it was staged."""
-        if self._stamps.get(path) != folder_stamp(Path(path)):
+        stamp = self._stamps.get(path)
+        if not stamp or stamp != folder_stamp(Path(path)):
             raise ConfigError(f"the files in {path} have changed since they were staged; stage them again")
 
     def _follow(self, run: StagerRun, process: subprocess.Popen[str]) -> None:
@@ -88,9 +89,13 @@ class ProcessStager:
 
 
 def folder_stamp(folder: Path) -> Stamp:
-    """Return names, sizes and times of the files in a folder that decide its weights."""
+    """Return names, identities, sizes and times of the files in a folder that decide its weights."""
     try:
         files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
-        return tuple((path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in files)
+        return tuple([_file_stamp(path.name, path.stat()) for path in files])
     except OSError:
         return ()
+
+
+def _file_stamp(name: str, found: os.stat_result) -> tuple[str, int, int, int, int]:
+    return name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -22,6 +22,7 @@ from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.error_text import printable
 from tandem.engine_core.loader.fit import IGNORED_SUFFIXES
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
+from tandem.engine_core.loader.regular_file import open_regular
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.loader.source_file import SourceFile, memory_of
 from tandem.engine_core.models.registry import open_checkpoint, read_config
@@ -33,6 +34,21 @@ _SCALES = ("scale", "scales", "scale_inv", "scale_2", "global_scale", "scale_wei
 _FREE = (*IGNORED_SUFFIXES, *(f".self_attn.{name}" for name in (*KEY_NAMES, *VALUE_NAMES)))
 """Suffixes of tensors that a checkpoint may have or lack: KV scales are calibrated then."""
 _MAX_NAMED = 3
+_READ = (".safetensors", ".json", ".jinja")
+"""Suffixes of the files that are read."""
+
+
+def check_files(folder: Path) -> None:
+    """Check that everything in a folder that may be read is a file that can be opened.
+
+    Raises ConfigError that names a pipe, socket, device, folder, or link to nothing: reading a pipe would never end.
+    """
+    for path in sorted((*folder.iterdir(), *folder.glob("additional_chat_templates/*"))):
+        if path.suffix in _READ:
+            try:
+                os.close(open_regular(str(path)))
+            except OSError as error:
+                raise ConfigError(f"{printable(str(path))} cannot be read: {error.strerror}") from None
 
 
 def check_swap(base: Path, folder: Path) -> None:
@@ -40,6 +56,7 @@ def check_swap(base: Path, folder: Path) -> None:
 
     Raises ConfigError with the first difference and both of its values.
     """
+    check_files(folder)
     ours, theirs = read_config(base), read_config(folder)
     if ours.architecture != theirs.architecture:
         raise ConfigError(f"the architecture is {theirs.architecture}, that of {base} is {ours.architecture}")
@@ -123,7 +140,7 @@ def read_through(folder: Path) -> Iterator[int]:
     paths = {tensor.path for tensor in Checkpoint.open(folder).tensors.values()}
     total, done, buffer = sum(path.stat().st_size for path in paths), 0, bytearray(CHUNK_BYTES)
     for path in sorted(paths):
-        with path.open("rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=open_regular) as file:
             while count := file.readinto(buffer):
                 done += count
                 yield done * 100 // max(1, total)
@@ -143,10 +160,22 @@ def main() -> int:
             if percent != shown:
                 print(f"percent {percent}", flush=True)
                 shown = percent
-    except (ConfigError, OSError) as error:
-        print(" ".join(str(error).split()), flush=True)
+    except BrokenPipeError:
+        return _give_up()
+    except Exception as error:  # Whatever a file makes a parser raise is a reason.
+        text = str(error) if isinstance(error, ConfigError | OSError) else f"{type(error).__name__}: {error}"
+        try:
+            print(" ".join(text.split()), flush=True)
+        except BrokenPipeError:
+            return _give_up()
         return 1
     return 0
+
+
+def _give_up() -> int:
+    """Return the exit code of a process without an engine; without this, Python would flush stdout and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
 """What the process that stages a checkpoint refuses, and its death."""
 
 import json
+import logging
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.startup.checkpoint_stager import ProcessStager
+from tandem.engine_core.loader.header import read_header
+from tandem.engine_core.loader.source_file import SourceFile
+from tandem.engine_core.startup import stage_checkpoint
+from tandem.engine_core.startup.checkpoint_stager import PROGRAM, ProcessStager, folder_stamp
 from tandem.engine_core.startup.stage_checkpoint import check_swap, read_through
 from tests.support.model_folder import write_model
 
@@ -114,6 +121,97 @@ def test_kv_scales_may_come_and_go(pair: tuple[Path, Path]) -> None:
     change(base, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}))
     check_swap(base, new)
     check_swap(new, base)
+
+
+def make_socket(path: Path) -> None:
+    # The path of a socket has at most 107 characters.
+    with socket.socket(socket.AF_UNIX) as made:
+        directory = os.open(path.parent, os.O_RDONLY)
+        made.bind(f"/proc/self/fd/{directory}/{path.name}")
+        os.close(directory)
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "socket": make_socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_everything_but_files_is_refused_by_name(pair: tuple[Path, Path], kind: str) -> None:
+    base, new = pair
+    (new / "additional_chat_templates").mkdir()
+    names = ("model.safetensors", "other.safetensors", "config.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in (*names, "model.safetensors.index.json", "additional_chat_templates/tool_use.jinja"):
+        path, kept = new / name, new / "kept"
+        if path.exists():
+            path.rename(kept)
+        SPECIAL[kind](path)
+        with pytest.raises(ConfigError) as caught:
+            check_swap(base, new)
+        assert str(path) in str(caught.value)
+        with pytest.raises(ConfigError) as caught:  # Also if it has become one since it was listed.
+            read_header(path)
+        assert str(path) in str(caught.value)
+        with pytest.raises(ConfigError) as caught, SourceFile(path):
+            pass
+        assert str(path) in str(caught.value)
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
+        if kept.exists():
+            kept.rename(path)
+    check_swap(base, new)
+
+
+def test_a_tensor_in_two_files_is_refused_with_both(pair: tuple[Path, Path]) -> None:
+    base, new = pair
+    tensors = load_file(new / "model.safetensors")
+    (new / "model.safetensors").unlink()
+    save_file(tensors, new / "one.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, new / "two.safetensors")
+    weight_map = dict.fromkeys(tensors, "one.safetensors")
+    index = new / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map | {"model.norm.weight": "two.safetensors"}}))
+    with pytest.raises(ConfigError) as caught:
+        check_swap(base, new)
+    assert all(word in str(caught.value) for word in ("model.norm.weight", "one.safetensors", "two.safetensors"))
+
+
+def test_a_process_whose_engine_is_gone_ends_quietly(pair: tuple[Path, Path]) -> None:
+    base, new = pair
+    command = [sys.executable, "-m", PROGRAM, str(base), str(new)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_an_error_of_a_parser_is_a_reason(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", *map(str, pair)])
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    monkeypatch.setattr(stage_checkpoint, "check_swap", Mock(side_effect=RecursionError("too deep")))
+    disabled = logging.root.manager.disable
+    assert stage_checkpoint.main() == 1
+    logging.disable(disabled)
+    assert capsys.readouterr().out == "RecursionError: too deep\n"
+
+
+def test_files_that_were_replaced_by_others_of_the_same_size_and_time_have_changed(pair: tuple[Path, Path]) -> None:
+    _, new = pair
+    before = folder_stamp(new)
+    shutil.copy2(new / "model.safetensors", new / "other")
+    assert folder_stamp(new) == before
+    (new / "other").rename(new / "model.safetensors")
+    assert folder_stamp(new) != before
 
 
 def staged(stager: ProcessStager, done: Event) -> str:
