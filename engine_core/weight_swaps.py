@@ -43,13 +43,14 @@ class WeightSwaps:
         self,
         switch: WeightSwitch,
         stager: CheckpointStager,
-        load: Callable[[str], None],
+        load: Callable[[str, Callable[[int, int], None]], None],
         active_path: str,
         save: Callable[[str, str], None],
     ) -> None:
         """Start without a swap.
 
-        load: replaces the weights by those of a staged checkpoint, raises WeightsError; active_path: folder of the
+        load: replaces the weights by those of a staged checkpoint, and calls with the bytes that are loaded and of all;
+        raises WeightsError; active_path: folder of the
         weights so far; save: stores the path and the version of the weights after a swap.
         """
         self.switch = switch
@@ -62,16 +63,18 @@ class WeightSwaps:
         self.problem = ""
         """Reason why the last swap failed."""
         self._state: SwapState = "idle"
+        self._percent_loaded = 0
         self._command: SwapWeights | None = None
         self._client = b""
 
     @property
     def facts(self) -> SwapFacts:
-        """The state of the swap, for frontends."""
-        path = "" if self._command is None else self._command.path
-        percent = self.stager.progress() if path else 0
-        version = self.switch.version.name
-        return SwapFacts(self._state, path, percent, self.active_path, version, self.problem)
+        """The state of the swap, for frontends. Heartbeats read it on a thread of their own."""
+        state, command, version = self._state, self._command, self.switch.version.name
+        if command is None:
+            return SwapFacts("idle", "", 0, self.active_path, version, self.problem)
+        percent = self._percent_loaded if state == "loading" else self.stager.progress()
+        return SwapFacts(state, command.path, percent, self.active_path, version, self.problem)
 
     def apply(self, client: bytes, command: SwapWeights | CancelSwap | InspectSwap) -> Answer | None:
         """Apply a command; return its answer, None if it comes later."""
@@ -127,15 +130,19 @@ class WeightSwaps:
     def _activate(self) -> str:
         command = self._command
         assert command is not None
+        self._percent_loaded, self._state = 0, "loading"
         self.on_load()
-        self.load(command.path)
+        self.load(command.path, self._note_loaded)
         return command.version or _next(self.switch.version.name)
+
+    def _note_loaded(self, done: int, total: int) -> None:
+        self._percent_loaded = done * 100 // max(1, total)
 
     def _end(self, problem: str) -> None:
         """Note that the swap is over."""
         command = self._command
         assert command is not None
-        if self._state == "draining" and not problem:
+        if self._state == "loading" and not problem:
             self.active_path = command.path
             logger.info("weights of %s, version %s", command.path, self.switch.version.name)
             self.save(command.path, self.switch.version.name)

@@ -255,9 +255,10 @@ class WeightFacts(Struct, frozen=True, array_like=True):
     """Reason of a change that failed half-way."""
 
 
-SwapState = Literal["idle", "staging", "staged", "draining"]
+SwapState = Literal["idle", "staging", "staged", "draining", "loading"]
 """State of a swap: idle without one; its checkpoint is being checked and read; it waits to be activated; it waits
-for the steps in flight, and for running requests as its mode says."""
+for the steps in flight, and for running requests as its mode says; its weights are loaded, during which only heartbeats
+report it."""
 SWAP_STATES: tuple[SwapState, ...] = get_args(SwapState)
 
 
@@ -268,7 +269,7 @@ class SwapFacts(Struct, frozen=True, array_like=True):
     path: str
     """Folder of the checkpoint that is staged; "" if idle."""
     percent: int
-    """Part of it that was read."""
+    """Part of it that was read, or in state `loading` that was loaded."""
     active_path: str
     """Folder of the weights that serve."""
     version: str
@@ -394,6 +395,8 @@ class Heartbeat(Event, frozen=True, array_like=True, tag=3):
     """The adapters that requests may use; None: the engine takes none."""
     weights: WeightFacts | None = None
     """The weights; None: they cannot change."""
+    swap: SwapFacts | None = None
+    """The swap of weights; None: there cannot be one."""
 
 
 class Closed(Event, frozen=True, array_like=True, tag=6):

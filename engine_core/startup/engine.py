@@ -233,6 +233,7 @@ def build_engine(
         control.updates = updates
         if swaps is not None:
             swaps.on_load = updates.abandon
+            status.swap = lambda: swaps.facts
         guard_restart(control, mark)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:

@@ -8,6 +8,7 @@ import torch
 from tandem.engine_core.errors import WeightsError
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.transfer import Progress
 from tandem.engine_core.loader.weights import finish, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, open_checkpoint
@@ -40,24 +41,25 @@ class ModelWeights:
             finish(slots)
         calibrate_kv_scales(self.model, self.layout, self.dtype, self.max_len)
 
-    def load(self, directory: Path, config: ModelConfig) -> None:
+    def load(self, directory: Path, config: ModelConfig, progress: Progress | None = None) -> None:
         """Replace the weights by those of a checkpoint.
 
-        config: of the checkpoint. Raises ConfigError; then some weights may be other ones.
+        config: of the checkpoint; progress: as in `load_weights`. Raises ConfigError; then some weights may be others.
         """
         checkpoint = open_checkpoint(directory, config)
         with torch.inference_mode():
             self.model.kv_scales.values.zero_()
-        load_weights(self.model, checkpoint)
+        load_weights(self.model, checkpoint, progress)
         calibrate_kv_scales(self.model, self.layout, self.dtype, self.max_len)
 
-    def swap(self, directory: Path, active: Path | None, config: ModelConfig) -> None:
+    def swap(self, directory: Path, active: Path | None, config: ModelConfig, progress: Progress | None = None) -> None:
         """Replace the weights by those of a checkpoint, or load those of the active one again if that fails.
 
-        active: folder of the weights so far; None: they are in no folder. Raises WeightsError.
+        active: folder of the weights so far; None: they are in no folder; progress: as in `load_weights`. Raises
+        WeightsError.
         """
         try:
-            self.load(directory, config)
+            self.load(directory, config, progress)
         except Exception as error:  # The engine goes on, whatever a checkpoint makes its layers raise.
             logger.exception("%s could not be loaded", directory)
             is_intact = active is not None and self._reload(active, config)

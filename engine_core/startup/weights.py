@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from tandem.engine_core.errors import ConfigError, WeightsError
 from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.transfer import Progress
 from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.startup.checkpoint_stager import ProcessStager
@@ -59,12 +60,12 @@ def build_swaps(
     """
     stager = ProcessStager(source.directory, wake)
 
-    def load(path: str) -> None:
+    def load(path: str, progress: Progress) -> None:
         try:
             stager.check_unchanged(path)
         except ConfigError as error:
             raise WeightsError(str(error), is_intact=True) from None
-        weights.swap(Path(path), Path(swaps.active_path) if swaps.active_path else None, source.model)
+        weights.swap(Path(path), Path(swaps.active_path) if swaps.active_path else None, source.model, progress)
 
     def save(path: str, version: str) -> None:
         try:

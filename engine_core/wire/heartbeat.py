@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -11,7 +12,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tandem.engine_core.wire.client_keys import ClientKeys
 from tandem.protocol.codec import encode
-from tandem.protocol.events import AdapterList, Heartbeat, Phase, WeightFacts
+from tandem.protocol.events import AdapterList, Heartbeat, Phase, SwapFacts, WeightFacts
 from tandem.protocol.rate_limited_log import RateLimitedLog
 from tandem.protocol.sockets import Transport, bind_heartbeat
 from tandem.protocol.stats import EngineStats
@@ -68,6 +69,8 @@ class Status:
         self.detail = ""
         self.adapters: AdapterList | None = None
         self.weights: WeightFacts | None = None
+        self.swap: Callable[[], SwapFacts | None] = lambda: None
+        """Returns the state of the swap, from any thread."""
 
     def enter(self, phase: Phase, percent: int = 0, detail: str = "") -> None:
         """Set phase, percent done and detail.
@@ -82,7 +85,8 @@ class Status:
         """Build the heartbeat of this moment."""
         stats = self.stats
         pending = stats.running + stats.waiting
-        return Heartbeat(self.epoch, self.phase, self.percent, self.detail, pending, stats, self.adapters, self.weights)
+        given = self.epoch, self.phase, self.percent, self.detail, pending, stats, self.adapters, self.weights
+        return Heartbeat(*given, self.swap())
 
 
 class HeartbeatPublisher:

@@ -24,7 +24,7 @@ from tandem.protocol.commands import (
     UnloadAdapter,
     UpdateWeights,
 )
-from tandem.protocol.events import Answer, Inspection
+from tandem.protocol.events import Answer, Inspection, SwapFacts
 
 CALL_SECONDS = 10.0
 """Seconds after which a call fails; the engine replies between two steps."""
@@ -68,6 +68,8 @@ class EngineCalls:
         self._adapter_timeout = adapter_timeout
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[EngineReply]] = {}
+        self._inspections: dict[int, int] = {}
+        """Open inspections of the swap by number, with the heartbeats that have come during a change of the weights."""
 
     @property
     def num_open(self) -> int:
@@ -140,8 +142,32 @@ class EngineCalls:
         return await self._change(CancelSwap)
 
     async def inspect_swap(self) -> Answer:
-        """Return the state of the swap in an answer; while weights are loaded that takes until they are."""
-        return await self._change(InspectSwap)
+        """Return the state of the swap in an answer.
+
+        An engine that loads or receives weights answers no calls: then heartbeats have it (`note_swap`).
+        """
+
+        def make(call: int) -> InspectSwap:
+            number.append(call)
+            self._inspections[call] = 0
+            return InspectSwap(call)
+
+        number: list[int] = []
+        try:
+            return await self._change(make)
+        finally:
+            self._inspections.pop(number[0], None)
+
+    def note_swap(self, facts: SwapFacts | None, is_changing: bool) -> None:
+        """Answer inspections of the swap by a heartbeat's facts if the engine cannot.
+
+        is_changing: True if it was sent during a change of the weights. The first one may have been sent before the
+        call, which the engine perhaps has answered, so only the second one counts.
+        """
+        for number in list(self._inspections) if facts is not None and is_changing else ():
+            self._inspections[number] += 1
+            if self._inspections[number] > 1:
+                self.answer(Answer(number, True, swap=facts))
 
     async def _change(self, make: Callable[[int], EngineCall]) -> Answer:
         reply = await self._ask(make, None)

@@ -1,5 +1,7 @@
 """The life of a swap, over fakes of the loop and of the stager."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tandem.engine_core.errors import WeightsError
@@ -18,13 +20,16 @@ class SwapBench(Bench):
     def __init__(self, depth: int = 2) -> None:
         super().__init__(depth, rows=2)
         self.stager, self.saved = FakeStager(), list[tuple[str, str]]()
-        self.problem = ""
+        self.problem, self.loading = "", list[SwapFacts]()
         switch = WeightSwitch("0")
         self.control.weights, self.memory.weights = switch, switch.version
         self.swaps = WeightSwaps(switch, self.stager, self._load, "/base", lambda *given: self.saved.append(given))
         self.control.swaps = self.swaps
 
-    def _load(self, path: str) -> None:
+    def _load(self, path: str, progress: Callable[[int, int], None]) -> None:
+        for percent in (0, 50):
+            progress(percent, 100)
+            self.loading.append(self.swaps.facts)
         if self.problem:
             raise WeightsError(self.problem, is_intact=True)
         self.runtime.replace_weights(9)
@@ -51,6 +56,7 @@ def test_a_swap_answers_once_its_weights_serve() -> None:
         bench.engine.tick()
     assert bench.answers[1:] == [Answer(5, True, swap=SwapFacts("idle", "", 0, "/new", "1"))]
     assert (bench.stager.paths, bench.saved) == (["/new"], [("/new", "1")])
+    assert bench.loading == [SwapFacts("loading", "/new", percent, "/base", "0") for percent in (0, 50)]
     bench.submit(1, 6)
     bench.finish()
     assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 6, frozenset(), weights=9)

@@ -45,6 +45,8 @@ from tandem.protocol.events import (
     SequenceTimes,
     Started,
     StepOutput,
+    SwapFacts,
+    WeightFacts,
 )
 from tandem.protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
 from tandem.protocol.stats import EngineStats
@@ -120,6 +122,9 @@ class FakeEngine:
         self.updates: list[Update] = []
         """Calls of a trainer, which succeed unless there is an `update_problem`."""
         self.update_problem = ""
+        self.weights: WeightFacts | None = None
+        self.swap: SwapFacts | None = None
+        """State that heartbeats report; commands of swaps stay without an answer."""
         self.kv_tokens = 65536
         self.max_prediction = max_prediction
         self.sessions: set[str] = set()
@@ -191,7 +196,8 @@ class FakeEngine:
 
     def _beat(self) -> Heartbeat:
         self.stats.running = len(self._running)
-        return Heartbeat(self.epoch, self.phase, self.percent, self.detail, len(self._running), self.stats)
+        given = self.epoch, self.phase, self.percent, self.detail, len(self._running), self.stats
+        return Heartbeat(*given, weights=self.weights, swap=self.swap)
 
     def _drain(self, router: zmq.Socket[bytes]) -> None:
         while router.poll(0):

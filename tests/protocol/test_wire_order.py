@@ -31,7 +31,7 @@ Answer 4: call ok message pause_changes
 Closed 6: message
 Failure: request_id code message retry_after
 Finished: request_id reason stop_token_id
-Heartbeat 3: engine_epoch phase percent detail pending stats
+Heartbeat 3: engine_epoch phase percent detail pending stats adapters weights swap
 SwapWeights 12: call path running grace activate version
 CancelSwap 13: call
 InspectSwap 14: call

@@ -138,7 +138,7 @@ def test_a_swap_ends_an_update_in_progress(folders: list[Path]) -> None:
     trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
     control, stager = trained.driven.engine.control, FakeStager()
     assert control.swaps is not None
-    control.swaps.stager, control.swaps.load = stager, lambda _: setattr(stager, "outcome", None)
+    control.swaps.stager, control.swaps.load = stager, lambda *_: setattr(stager, "outcome", None)
     trained.pause()
     trained.init()
     trained.start()

@@ -13,7 +13,7 @@ import zmq
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
 from tandem.protocol.codec import decode_event
-from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.events import Heartbeat, Phase, SwapFacts
 from tandem.protocol.sockets import Transport, connect_heartbeat
 from tests.support.zmq_context import KeepingContext
 
@@ -48,6 +48,14 @@ def test_status_reports_the_phase_entered() -> None:
     assert (beat.engine_epoch, beat.phase, beat.percent, beat.detail) == (7, Phase.LOADING, 40, "weights")
     status.enter(Phase.READY)
     assert (status.heartbeat().percent, status.heartbeat().detail) == (0, ""), "nothing of the phase before is left"
+
+
+def test_status_reports_the_swap_of_this_moment() -> None:
+    status = Status(7, new_stats())
+    assert status.heartbeat().swap is None
+    facts = [SwapFacts("loading", "/new", percent, "/old", "3") for percent in (10, 20)]
+    status.swap = iter(facts).__next__
+    assert [status.heartbeat().swap for _ in facts] == facts
 
 
 def test_pending_counts_running_and_waiting_requests() -> None:

@@ -9,7 +9,7 @@ from tandem.frontend.engine.calls import EngineCall, EngineCalls
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.protocol.commands import PAUSE_MODES, EndSession, SetPolicy
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Answer, Inspection
+from tandem.protocol.events import Answer, Inspection, SwapFacts
 from tandem.protocol.stats import EngineStats
 from tests.support.refusals import raises_api_error
 
@@ -61,6 +61,32 @@ def test_calls_of_adapters_have_a_time_of_their_own(ask: Callable[[EngineCalls],
         assert (caught.value.status, calls.num_open) == (503, 0)
 
     asyncio.run(wait_in_vain())
+
+
+def test_a_swap_is_inspected_by_heartbeats_while_the_engine_answers_nothing() -> None:
+    async def inspect() -> None:
+        sent: list[EngineCall] = []
+        calls = EngineCalls(sent.append)
+        before, after = (SwapFacts(state, "/new", 40, "/old", "3") for state in ("loading", "staged"))
+        calls.note_swap(before, True)
+        first = asyncio.create_task(calls.inspect_swap())
+        while not sent:
+            await asyncio.sleep(0)
+        calls.note_swap(before, True)  # It may be older than the call.
+        calls.note_swap(after, False)
+        second = asyncio.create_task(calls.inspect_swap())
+        while len(sent) < 2:
+            await asyncio.sleep(0)
+        assert not first.done()
+        calls.note_swap(before, True)
+        assert await first == Answer(sent[0].call, True, swap=before)
+        calls.answer(Answer(sent[1].call, True, swap=after))
+        calls.note_swap(before, True)
+        assert (await second).swap == after
+        calls.note_swap(before, True)
+        assert calls.num_open == 0
+
+    asyncio.run(inspect())
 
 
 def test_a_call_that_cannot_be_sent_is_forgotten() -> None:

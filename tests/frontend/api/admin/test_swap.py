@@ -11,6 +11,7 @@ from tandem.frontend.api.admin.swap import SwapRequest, checkpoint_below, is_loo
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.protocol.events import SwapFacts, WeightFacts
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post
 
@@ -75,6 +76,27 @@ def test_an_engine_that_keeps_its_weights_has_no_such_routes(
     try:
         assert post(running.url + SWAP, json={"path": "a"}).status_code == 404
         assert get(running.url + SWAP).status_code == 404
+    finally:
+        running.stop()
+
+
+def test_the_state_of_a_swap_is_told_while_the_engine_loads_weights(engine: FakeEngine, config: FrontendConfig) -> None:
+    engine.weights, engine.swap = WeightFacts("3", "changing"), SwapFacts("loading", "/new", 40, "/old", "3")
+    engine.start()
+    running = RunningServer(structs.replace(config, swap_root=Path("/"))).start().ready()
+    try:
+        found = get(running.url + SWAP)
+        assert (found.status_code, found.json()) == (
+            200,
+            {
+                "state": "loading",
+                "path": "/new",
+                "percent": 40,
+                "active_path": "/old",
+                "weight_version": "3",
+                "problem": "",
+            },
+        )
     finally:
         running.stop()
 
