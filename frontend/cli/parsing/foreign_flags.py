@@ -130,6 +130,7 @@ FOREIGN_FLAGS = {
     "--limit-mm-per-prompt": _TEXT_ONLY, "--mm-processor-kwargs": _TEXT_ONLY, "--mmproj": _TEXT_ONLY,
     "--task": _GENERATION, "--runner": _GENERATION, "--convert": _GENERATION, "--is-embedding": _GENERATION,
     "--embedding": _GENERATION, "--embeddings": _GENERATION,
+    "--weight-transfer-config": ForeignFlag("--enable-weight-updates", "NCCL on a GPU, gloo on a CPU"),
     "--kv-transfer-config": _DISAGGREGATION, "--disaggregation-mode": _DISAGGREGATION,
     "--cont-batching": ForeignFlag("--batching", "continuous by default"),
     "--stream-interval": ForeignFlag("--stream-interval-ms", "milliseconds, not tokens"),
