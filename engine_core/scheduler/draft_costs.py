@@ -27,6 +27,7 @@ class DraftCosts:
         self._table = dict(table)
         self._rows = sorted({rows for rows, _ in table})
         self._contexts = contexts
+        self._lines: dict[tuple[int, int], tuple[float, float]] = {}
         self.token_ms = token_ms
 
     @classmethod
@@ -42,16 +43,20 @@ class DraftCosts:
     def milliseconds(self, rows: int, drafts: int, context: float) -> float:
         """Return the expected duration of a step.
 
-        Between the measured rows and contexts it lies on a line; beyond them, it goes on with the last. drafts: a
-        number of the table; context: average positions of a row.
+        It is interpolated between the measured rows and contexts, and extrapolated beyond them. drafts: a number of the
+        table; context: average positions of a row.
         """
-        known = self._rows
-        above = min(max(bisect_left(known, rows), 1), len(known) - 1)
-        low, high = known[max(0, above - 1)], known[above]
-        at_low, at_high = (self._at(size, drafts, context) for size in (low, high))
-        return at_low if high == low else at_low + (at_high - at_low) * (rows - low) / (high - low)
+        base, slope = self._line(rows, drafts)
+        return base + slope * max(0.0, context - self._contexts[0])
 
-    def _at(self, rows: int, drafts: int, context: float) -> float:
-        short, long = self._table[rows, drafts]
-        first, last = self._contexts
-        return short + (long - short) * max(0.0, context - first) / max(1, last - first)
+    def _line(self, rows: int, drafts: int) -> tuple[float, float]:
+        """Return the milliseconds at the short context, and those of each position more; they are computed once."""
+        if (rows, drafts) not in self._lines:
+            known, (first, last) = self._rows, self._contexts
+            above = min(max(bisect_left(known, rows), 1), len(known) - 1)
+            low, high = known[max(0, above - 1)], known[above]
+            share = (rows - low) / (high - low) if high > low else 0.0
+            pairs = zip(self._table[low, drafts], self._table[high, drafts], strict=True)
+            short, long = [at_low + (at_high - at_low) * share for at_low, at_high in pairs]
+            self._lines[rows, drafts] = short, (long - short) / max(1, last - first)
+        return self._lines[rows, drafts]
