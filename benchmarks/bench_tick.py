@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_tick [--rows 1 32 256] [--steps 2000] [--cached-pages 100000] [--save]
         [--constrained 0] [--grammar anything|strings|records|integers|text] [--length N] [--grammar-workers N ...]
-        [--drafts K] [--wall]
+        [--drafts K [--adapt]] [--wall]
 
 Everything except the device is real: the mailbox over ZMQ to a frontend, scheduler, pipeline, codec, and staging of
 each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and no page is free, so every new page
@@ -11,7 +11,8 @@ loop never delays a GPU step of 1 ms. The lower bound shown with it is that of b
 rows.
 
 With --drafts every step verifies K drafts for each row without a grammar, and the row gets 1 to 1 + K tokens in turn.
-The target for 64 rows and 3 drafts is 250 us.
+With --adapt the steps verify up to K, as with `--speculate-tokens auto`, and the choice of the number is part of the
+tick. The target for 64 rows and 3 drafts is 250 us.
 
 All requests arrive before the first tick and none ends. With --length they end after that many tokens, the first ones
 at random lengths, and are replaced, as in a server. This is needed to measure workers: a grammar is recompiled for them
@@ -52,6 +53,7 @@ from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
+from tandem.engine_core.graph_sizes import decode_rows, draft_sizes
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
@@ -127,8 +129,10 @@ class StagingRuntime:
         if masks is not None:
             self.filler.fill(index_masks(masks, indices), self.masks[slot])
             masked = {row for row, _ in masks} if self.samples_masks else masked
-        for index, row in enumerate([row.row for row in self.rows[slot] if row.samples]):
-            self.results[slot][index] = self._allowed(self.masks[slot][indices[row]]) if row in masked else 7
+        sampled = [row.row for row in self.rows[slot] if row.samples]
+        self.results[slot][: len(sampled)] = 7
+        for index in [index for index, row in enumerate(sampled) if row in masked] if masked else ():
+            self.results[slot][index] = self._allowed(self.masks[slot][indices[sampled[index]]])
 
     def collect(self, slot: int) -> StepResult:
         plan = self.plans[slot]
@@ -186,6 +190,8 @@ class Options(Struct, frozen=True):
     """Clock of the stages in seconds: CPU time of the loop's thread, or wall time."""
     drafts: int = 0
     """Drafts that every step verifies for each row; 0: none."""
+    adapt: bool = False
+    """True if a step may verify fewer, as the acceptance of the last steps suggests."""
 
 
 def full_cache(pages: int, max_lead: int = 0) -> KVManager:
@@ -217,7 +223,10 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
         if options.cached_pages
         else KVManager(PageAllocator(pages + 1), PAGE_SIZE, max_lead=lead)
     )
-    drafts = DraftPolicy((options.drafts,), options.drafts) if options.drafts else None
+    drafts = None
+    if options.drafts:
+        sizes = draft_sizes("ngram", options.drafts) if options.adapt else (options.drafts,)
+        drafts = DraftPolicy(sizes, None if options.adapt else options.drafts, decode_rows(None, rows))
     stats = new_stats()
     grammars, masks = Grammars(options.tokenizer, VOCAB, (2,)), MaskMemory()
     workers = grammar_workers(options.grammar_workers, grammars, masks, stats) if options.grammar_workers else None
@@ -327,6 +336,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--drafts", type=int, default=0, metavar="K", help="drafts that each row verifies in a step")
+    parser.add_argument("--adapt", action="store_true", help="choose up to --drafts by the accepted ones")
     parser.add_argument(
         "--constrained", type=int, default=0, metavar="PERCENT", help="share of rows that follow a grammar"
     )
@@ -363,7 +373,8 @@ def main() -> None:
         parser.error(f"--cached-pages {arguments.cached_pages}: rows that grow need {least}, or 0 for no cache")
     if not 0 <= arguments.length <= LONGEST:
         parser.error(f"--length {arguments.length}: a request has up to {LONGEST} tokens; 0: none ends")
-    settings = {name: getattr(arguments, name) for name in ("steps", "cached_pages", "constrained", "length", "drafts")}
+    names = ("steps", "cached_pages", "constrained", "length", "drafts", "adapt")
+    settings = {name: getattr(arguments, name) for name in names}
     settings |= {"grammar": GRAMMARS[arguments.grammar], "tokenizer": arguments.tokenizer}
     clock = time.perf_counter if arguments.wall else time.thread_time
     found = {}
@@ -388,6 +399,7 @@ def main() -> None:
             "length",
             "grammar_workers",
             "drafts",
+            "adapt",
             "wall",
         )
         config = {name: getattr(arguments, name) for name in names}
