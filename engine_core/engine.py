@@ -342,9 +342,8 @@ class Engine:
         updates = self.scheduler.commit(step.plan, collected.result, advanced)
         for seq in updates.first_tokens:
             count_first_token(self.stats, seq, collected.at)
-        if step.plan.num_drafts:
-            for delta in updates.deltas.values():
-                count_verified(self.stats, delta.drafts[::3], delta.drafts[1::3])
+        if updates.verified:
+            count_verified(self.stats, updates.verified)
         self.pipeline.finish_commit(step)
         self.stats.steps_committed += 1
         if len(self.timelines):

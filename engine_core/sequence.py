@@ -146,11 +146,6 @@ class DraftStats:
         self.model_len = self.model_lag = 0
         self.max_drafts = self.drafted = self.accepted = 0
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Count the drafts of a committed step, and those that were right."""
-        self.drafted += drafted
-        self.accepted += accepted
-
 
 class RequestGroup:
     """The sequences of one HTTP request, which change weights together."""

@@ -3,7 +3,7 @@
 The loop writes them, the heartbeat thread encodes them; nothing else reads them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.events import Failure, Finished
@@ -79,17 +79,19 @@ def count_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
     stats.prompt_tokens_cached += seq.cache.num_cached_tokens
 
 
-def count_verified(stats: EngineStats, drafted: list[int], accepted: list[int]) -> None:
-    """Count the drafts of rows of a step.
+def count_verified(stats: EngineStats, verified: Mapping[tuple[int, int], int]) -> None:
+    """Count the drafts of a step.
 
-    drafted: number of drafts of each row, at least one; accepted: number of those that were accepted.
+    verified: number of rows by their drafts and accepted drafts, as `SchedulerUpdates.verified`.
     """
-    stats.spec_decode_num_drafts += len(drafted)
-    stats.spec_decode_num_draft_tokens += sum(drafted)
-    stats.spec_decode_num_accepted_tokens += sum(accepted)
     by_index = stats.spec_decode_num_accepted_tokens_per_pos
-    for index in range(max(accepted, default=0)):
-        by_index[str(index)] = by_index.get(str(index), 0) + sum([count > index for count in accepted])
+    for (drafted, accepted), rows in verified.items():
+        if drafted:
+            stats.spec_decode_num_drafts += rows
+            stats.spec_decode_num_draft_tokens += drafted * rows
+            stats.spec_decode_num_accepted_tokens += accepted * rows
+            for index in range(accepted):
+                by_index[str(index)] = by_index.get(str(index), 0) + rows
 
 
 def count_end(stats: EngineStats, seq: Sequence, now: float) -> None:

@@ -330,10 +330,10 @@ class KVManager:
 
         All of them get theirs, or none does: return False if the pool has too few.
         """
-        size = self._page_size
+        size, full = self._page_size, list[Sequence]()
         if self._max_lead:
-            missing = [(seq, ceil_div(self.row_end(seq, 1), size) - len(seq.pages[0])) for seq in sequences]
-            full = [seq for seq, count in missing for _ in range(count)]
+            for seq in sequences:
+                full += [seq] * (ceil_div(self.row_end(seq, 1), size) - len(seq.pages[0]))
         else:
             full = [seq for seq in sequences if len(seq.pages[0]) * size <= seq.num_scheduled_tokens]
         if self._tails:

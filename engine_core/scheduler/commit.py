@@ -30,6 +30,8 @@ class SchedulerUpdates(Struct):
     """Committed rows of sequences that had already ended."""
     first_tokens: list[Sequence] = field(default_factory=list)
     """Sequences that got their first token."""
+    verified: Mapping[tuple[int, int], int] = {}
+    """Number of committed rows by their drafts and how many of these were accepted, without rows that can have none."""
 
     @property
     def num_tokens(self) -> int:

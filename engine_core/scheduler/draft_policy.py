@@ -7,7 +7,7 @@ Serving Large Language Models Using Goodput").
 """
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from tandem.engine_core.graph_sizes import MAX_ADAPTED_ROWS, MAX_VERIFY_POSITIONS
@@ -121,18 +121,22 @@ class DraftPolicy:
         if not self.has_model:
             return []
         room = catch_up_tokens(rows) - MAX_GAP
-        stats = [(seq.drafts.model_lag, seq.num_scheduled_tokens - seq.drafts.model_len) for seq in drafting]
-        return [gap if lag > room else 0 for lag, gap in stats]
+        return [
+            seq.num_scheduled_tokens - seq.drafts.model_len if seq.drafts.model_lag > room else 0 for seq in drafting
+        ]
 
-    def observe(self, drafted: Items[int], accepted: Items[int]) -> None:
+    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
         """Take the drafts of a committed step into account.
 
-        drafted, accepted: number of drafts of each row that may have some, and those accepted. A row for which nothing
-        repeats has none: its first counts as wrong. One for which the draft model had too few positions counts not.
+        verified: number of rows by their drafts and accepted drafts, as in `SchedulerUpdates.verified`. A row for
+        which nothing repeats has none: its first counts as rejected. Rows for which the draft model lacks positions are
+        ignored. A fixed number of drafts does not depend on any.
         """
+        if self.fixed is not None:
+            return
         most = len(self.acceptance.survival)
         tried, right = [0] * most, [0] * most
-        for (count, good), rows in Counter(zip(drafted, accepted, strict=True)).items():
+        for (count, good), rows in verified.items():
             if not count:
                 tried[0] += 0 if self.has_model else rows
             for index in range(min(good + 1, count)):

@@ -3,6 +3,7 @@
 The scheduler composes the gates, the planner and the stop checks; it knows neither device nor wire.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Items
 
@@ -179,15 +180,14 @@ class Scheduler:
     def on_launch(self, plan: StepPlan) -> None:
         """Advance the counters of the sequences in a plan that has been launched."""
         held = self._held
+        num_drafts = plan.num_drafts
         for row in plan.steady_rows:
             seq = held[row.seq_id]
             seq.num_scheduled_tokens += 1
             seq.inflight += 1
             seq.num_inflight_samples += 1
-        if plan.num_drafts:
-            for seq in [held[row.seq_id] for row in plan.steady_rows]:
-                if seq.drafts.max_drafts:
-                    seq.num_inflight_drafts += plan.num_drafts
+            if num_drafts and seq.drafts.max_drafts:
+                seq.num_inflight_drafts += num_drafts
         for row in plan.other_rows:
             seq = held[row.seq_id]
             seq.num_scheduled_tokens = row.start + row.length
@@ -279,8 +279,7 @@ class Scheduler:
         held, end = self._held, 0
         client, delta = None, TokenDelta([], [])
         predicted, has_failed = result.predicted or [False] * len(plan.rows), NO_TOKEN in result.tokens
-        policy = self.planner.drafts
-        has_model, drafted, accepted = policy.has_model, list[int](), list[int]()
+        has_model, verified = self.planner.drafts.has_model, list[tuple[int, int]]()
         columns = zip(plan.rows, result.counts, result.num_drafts, predicted, strict=True)
         for row, count, num_drafts, is_predicted in columns:
             run = result.tokens[end : end + count]
@@ -289,9 +288,9 @@ class Scheduler:
                 self._commit_run(row, run, row.row in advanced)
                 continue
             seq = held[row.seq_id]
+            stats = seq.drafts
             seq.inflight -= 1
             seq.num_inflight_samples -= 1
-            stats = seq.drafts
             if stats.max_drafts:
                 seq.num_inflight_drafts -= plan.num_drafts
             if seq.outcome is not None:
@@ -300,30 +299,35 @@ class Scheduler:
             assert run, f"no token for {seq}, which has not ended"
             if seq.client is not client:
                 client, delta = seq.client, self.updates.delta(seq.client)
-            before, outcome = len(seq.tokens), None
+                request_ids, tokens = delta.request_ids, delta.tokens
+            known, accepted = seq.tokens, count - 1
+            before = len(known)
             if has_failed or before + count >= seq.total_len or not seq.end_ids.isdisjoint(run):
                 outcome = append_tokens(seq, run, self.updates)
+                added = len(known) - before
             else:
-                seq.tokens.extend(run)
-                delta.request_ids.extend([seq.request_id] * count)
-                delta.tokens.extend(run)
+                outcome, added = None, count
+                known.fromlist(run)
+                request_ids += [seq.request_id] * count
+                tokens += run
             # The device has computed the positions of the drafts that it accepted. A later step in flight counts one
             # that it does not compute if these tokens are the last.
-            scheduled = seq.num_scheduled_tokens + len(seq.tokens) - before - 1
+            scheduled = seq.num_scheduled_tokens + added - 1
             seq.num_scheduled_tokens = scheduled if scheduled < seq.total_len else seq.kv_len
-            stats.observe(num_drafts, count - 1)
             if stats.max_drafts:
-                drafted.append(num_drafts)
-                accepted.append(count - 1)
+                verified.append((num_drafts, accepted))
+                stats.drafted += num_drafts
+                stats.accepted += accepted
             if num_drafts:
                 if has_model:
                     # All accepted drafts but the last of the step were inputs of the draft model.
                     stats.model_len = before + min(count, plan.num_drafts) - 1
                 delta.drafted.append(seq.request_id)
-                delta.drafts.extend((num_drafts, count - 1, is_predicted))
+                delta.drafts.extend((num_drafts, accepted, is_predicted))
             if outcome is not None:
                 self.end(seq, outcome)
-        policy.observe(drafted, accepted)
+        self.updates.verified = Counter(verified)
+        self.planner.drafts.observe(self.updates.verified)
 
     def _commit_single_tokens(
         self, plan: StepPlan, sampled: tuple[ScheduledSequence, ...], tokens: list[int], advanced: Set[int]

@@ -90,9 +90,9 @@ def test_stages_share_the_time_between_two_marks() -> None:
 def test_verified_drafts_are_counted_as_vllm_counts_them() -> None:
     """As in its `SpecDecodingStats.observe_draft`: per row and step; a right draft at its index in the draft."""
     stats = new_stats()
-    count_verified(stats, [3, 1], [2, 0])
-    count_verified(stats, [7], [7])
-    count_verified(stats, [], [])
+    count_verified(stats, {(3, 2): 1, (1, 0): 1, (0, 0): 4})
+    count_verified(stats, {(7, 7): 1})
+    count_verified(stats, {})
     assert stats.spec_decode_num_drafts == 3
     assert stats.spec_decode_num_draft_tokens == 11
     assert stats.spec_decode_num_accepted_tokens == 9

@@ -1,6 +1,7 @@
 """The number of drafts of a step: its limits, and simulations against each fixed number."""
 
 import random
+from collections import Counter
 from typing import Literal
 
 import pytest
@@ -44,7 +45,7 @@ class Simulation:
         self.policy, self.rows, self.probability = policy, rows, probability
         self.rng = random.Random(seed)
         self.sequences = rows_of(rows)
-        self.pending: list[tuple[list[int], list[int]]] = []
+        self.pending: list[Counter[tuple[int, int]]] = []
 
     def run(self, steps: int, fixed: int | None = None) -> float:
         """Return the tokens per millisecond."""
@@ -55,9 +56,9 @@ class Simulation:
             tokens += self.rows + sum(accepted)
             milliseconds += self.policy.costs.milliseconds(self.rows, drafts, 400)
             if drafts and fixed is None:
-                self.pending.append(([drafts] * self.rows, accepted))
+                self.pending.append(Counter([(drafts, count) for count in accepted]))
             while len(self.pending) > 1 or (self.pending and not drafts):
-                self.policy.observe(*self.pending.pop(0))
+                self.policy.observe(self.pending.pop(0))
         return tokens / milliseconds
 
     def _accepted(self, drafts: int) -> int:
@@ -132,7 +133,7 @@ class TestLimits:
         )  # fmt: skip
         for accepted in range(8):
             policy = DraftPolicy(sizes, None if tokens == "auto" else tokens, graph_rows)
-            policy.observe([7] * 50, [accepted] * 50) if sizes[-1] == 7 else None
+            policy.observe({(7, accepted): 50}) if sizes[-1] == 7 else None
             for rows in range(1, len(sequences) + 1):
                 padded = next(size for size in graph_rows if size >= rows)
                 for adapted, shapes in ((False, config.verify_shapes), (True, config.adapted_verify_shapes)):
@@ -142,7 +143,7 @@ class TestLimits:
     def test_rows_without_drafts_count_as_rows_of_the_step(self) -> None:
         """A step has to gain enough for all."""
         policy = DraftPolicy(DRAFT_SIZES)
-        policy.observe([7] * 20, [7] * 20)
+        policy.observe({(7, 7): 20})
         others = rows_of(400)
         for seq in others:
             seq.drafts.max_drafts = 0
@@ -161,7 +162,7 @@ class TestCatchUp:
     def test_a_probe_lets_only_as_many_rows_draft_as_it_can_pay_for(self) -> None:
         policy = policy_of(0.9)
         for _ in range(40):
-            policy.observe([1] * 20, [0] * 20)
+            policy.observe({(1, 0): 20})
         sequences = rows_of(8)
         for number, seq in enumerate(sequences):
             seq.drafts.model_lag, seq.drafts.model_len = 100, 400 - 100 * (1 + number % 4)
@@ -173,7 +174,7 @@ class TestCatchUp:
 
     def test_positions_that_the_model_lacks_keep_a_step_plain_that_gains_too_little(self) -> None:
         policy = policy_of(0.9)
-        policy.observe([3] * 30, [1] * 30)
+        policy.observe({(3, 1): 30})
         sequences = rows_of(32)
         assert policy.choose(sequences) > 0
         for seq in sequences:

@@ -48,6 +48,7 @@ def test_runs_of_any_length_are_committed() -> None:
     assert (delta.drafted, delta.drafts) == ([1, 2, 3], [3, 2, 0, 3, 0, 0, 3, 3, 0])
     assert [seq.pending for seq in sequences] == [1, 1, 1]
     assert [(seq.drafts.drafted, seq.drafts.accepted) for seq in sequences] == [(3, 2), (3, 0), (3, 3)]
+    assert updates.verified == {(3, 2): 1, (3, 0): 1, (3, 3): 1}
     plan = launched(scheduler, 3)
     assert [(row.start, row.length) for row in plan.rows] == [(8, 1), (6, 1), (9, 1)]
     assert scheduler.audit() == []
@@ -242,6 +243,7 @@ def test_a_row_with_a_grammar_gets_one_token_of_a_step_in_which_others_verify_dr
     updates = scheduler.commit(plan, result)
     delta = updates.deltas[b"c"]
     assert (delta.tokens, delta.drafted, delta.drafts) == ([20, 24, 25, 26], [2], [3, 2, 0])
+    assert updates.verified == {(3, 2): 1}
     assert (seq.num_scheduled_tokens, seq.drafts.drafted) == (len(seq.tokens) - 1, 0)
     assert launched(scheduler, 3).num_drafts == 3 and scheduler.audit() == []
 
@@ -266,7 +268,9 @@ def test_every_token_of_a_run_has_its_own_log_probabilities() -> None:
     result = StepResult([3, 2], [*run, 30, 31], StepLogprobs(0, b"".join(records)), num_drafts=[3, 3])
     assert scheduler.commit(plan, result).deltas[b"c"].logprobs == [TokenLogprobs(1, 6, 0, b"".join(records[:2]))]
     result = StepResult([1, 1], [23, 32], StepLogprobs(0, b"".join(records[:2])), num_drafts=[3, 3])
-    assert scheduler.commit(later, result).deltas[b"c"].logprobs == []
+    updates = scheduler.commit(later, result)
+    assert updates.deltas[b"c"].logprobs == []
+    assert updates.verified == {(3, 0): 1}, "a sequence that has ended is counted"
 
 
 def test_a_request_may_ask_for_no_drafts() -> None:
@@ -275,7 +279,8 @@ def test_a_request_may_ask_for_no_drafts() -> None:
     plan = began(scheduler, asked, sequence(2, max_tokens=20, first=30))
     assert plan.num_drafts == 3 and asked.max_device_len == asked.min_device_len
     assert [seq.drafts.max_drafts for seq in scheduler.held] == [0, 3]
-    scheduler.commit(plan, StepResult([1, 2], [20, 24, 25], num_drafts=[0, 3]))
+    updates = scheduler.commit(plan, StepResult([1, 2], [20, 24, 25], num_drafts=[0, 3]))
+    assert updates.verified == {(3, 1): 1}
     assert scheduler.planner.drafts.choose(list(scheduler.held)) == 3
 
 

@@ -63,8 +63,8 @@ def test_metrics_that_vllm_has_are_repeated_under_its_names() -> None:
 def test_drafts_have_the_names_labels_and_numbers_of_vllm() -> None:
     """Three rows of steps with 3, 1 and 3 drafts, of which 2, 0 and 3 were right."""
     stats = new_stats()
-    count_verified(stats, [3, 1], [2, 0])
-    count_verified(stats, [3], [3])
+    count_verified(stats, {(3, 2): 1, (1, 0): 1})
+    count_verified(stats, {(3, 3): 1})
     text = Exposition([HeartbeatCollector(Heartbeat(1, Phase.READY, 100, "", 0, stats))], lambda: "m", True).text()
     assert [line for line in text.splitlines() if line.startswith("vllm:spec_decode")] == [
         'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0',
