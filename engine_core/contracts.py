@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec import Struct
@@ -15,6 +15,7 @@ from tandem.protocol.commands import (
     AnyCommand,
     FinishWeightUpdate,
     InitWeightTransfer,
+    SleepTag,
     StartWeightUpdate,
     UpdateWeights,
 )
@@ -401,6 +402,25 @@ class Runtime(Protocol):
 
     def device_times(self) -> DeviceTimes:
         """Return how long the device has worked and waited over timed steps."""
+
+
+class SleepMemory(Protocol):
+    """Memory of the device that an engine releases while it sleeps. Called with nothing in flight."""
+
+    def release(self, tags: Collection[SleepTag], keep_weights: bool) -> int:
+        """Release memory; return its bytes.
+
+        keep_weights: copy the weights to the host. Raises SleepError; then nothing is released.
+        """
+
+    def restore(self, tags: Collection[SleepTag]) -> None:
+        """Take released memory again, with the weights of the copy; without one their contents are undefined.
+
+        The KV pool is empty. Raises SleepError; then nothing is restored.
+        """
+
+    def reload(self) -> bool:
+        """Load the weights from the folder that they came from; return False if there is none. Raises SleepError."""
 
 
 class Mailbox(Protocol):

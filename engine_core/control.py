@@ -23,6 +23,7 @@ from tandem.engine_core.lora.announcements import Announcements
 from tandem.engine_core.scheduler.inspection import inspect
 from tandem.engine_core.scheduler.pause import PauseSwitch
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.sleep_switch import SleepSwitch, problem_of
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.sequence import Sequence
 from tandem.engine_core.stats import count_outcome
@@ -49,11 +50,13 @@ from tandem.protocol.commands import (
     ResetPrefixCache,
     Resume,
     SetPolicy,
+    Sleep,
     StartWeightUpdate,
     Submit,
     SwapWeights,
     UnloadAdapter,
     UpdateWeights,
+    WakeUp,
 )
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
@@ -77,6 +80,8 @@ logger = logging.getLogger(__name__)
 _LOGGED_NAME = 64
 """Characters of a frontend's name, or of another that it sends, that messages repeat."""
 
+_ASLEEP = "the weights are asleep, or about to be; wake them first (POST /wake_up?tags=weights)"
+
 
 class Control:
     """Applies the commands of connected frontends."""
@@ -92,8 +97,9 @@ class Control:
         clock: Callable[[], float],
         weights: WeightSwitch | None = None,
         swaps: WeightSwaps | None = None,
+        sleep: SleepSwitch | None = None,
     ) -> None:
-        """Keep the parts; swaps: None on an engine whose weights stay.
+        """Keep the parts; swaps, sleep: None on an engine whose weights stay.
 
         `scheduler.adapters` is None on an engine that takes no adapters.
         """
@@ -108,6 +114,7 @@ class Control:
         self.weights = weights or WeightSwitch()
         scheduler.memory.weights = self.weights.version
         self.swaps = swaps
+        self.sleep = sleep or SleepSwitch()
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
         """The object used for each identity, regardless of the message that carried it: `Scheduler.commit` compares
@@ -168,8 +175,12 @@ class Control:
                 if self.swaps is None:
                     return Answer(command.call, False, "this engine keeps its weights; see --enable-weight-updates")
                 if isinstance(command, SwapWeights):
+                    if command.activate and self.sleep.takes_weights:
+                        return Answer(command.call, False, _ASLEEP, swap=self.swaps.facts)
                     logger.info("%s swaps to the weights of %s", self.clients[client], printable(command.path))
                 return self.swaps.apply(client, command)
+            case Sleep() | WakeUp():
+                return self._sleep(client, command)
             case Pause():
                 self._pause(client, command)
             case Resume(call):
@@ -245,7 +256,10 @@ class Control:
         call = command.call
         if self.updates is None:
             return Answer(call, False, "the weights cannot be updated; start the engine with --enable-weight-updates")
+        if not isinstance(command, InitWeightTransfer) and self.sleep.takes_weights:
+            return Answer(call, False, _ASLEEP)
         is_paused = self.pause.holds_rows or (self.pause.mode == "wait" and not self.scheduler.num_begun)
+        is_paused = is_paused or self.sleep.holds_rows
         if not isinstance(command, InitWeightTransfer) and not is_paused:
             return Answer(call, False, "the engine runs; pause it before an update of its weights")
 
@@ -276,6 +290,35 @@ class Control:
             message = "the engine was paused, which ended its open requests (mode abort); try again later"
             self.scheduler.fail_all(ErrorCode.ENGINE_PAUSED, message)
 
+    def _sleep(self, client: bytes, command: Sleep | WakeUp) -> Answer | None:
+        """Begin a sleep or a wake; it is answered at the end, or at once if it is refused."""
+        call = command.call
+        if self.sleep.memory is None:
+            return Answer(call, False, "this engine does not sleep; start it with --enable-weight-updates")
+        if problem := problem_of(command) or (isinstance(command, Sleep) and self._sleep_refusal(command)):
+            return Answer(call, False, problem)
+        name = self.clients[client]
+        if isinstance(command, WakeUp):
+            logger.info("%s wakes %s", name, " and ".join(command.tags) or "everything")
+            self.sleep.begin_wake(client, command)
+            return None
+        logger.info("%s has the engine sleep at level %d, mode %s", name, command.level, command.mode)
+        if self.sleep.begin(client, command) and command.mode == "abort":
+            message = "the engine was put to sleep, which ended its open requests (mode abort); try again later"
+            self.scheduler.fail_all(ErrorCode.ENGINE_SLEEPING, message)
+        return None
+
+    def _sleep_refusal(self, command: Sleep) -> str:
+        """Return why the engine cannot sleep now, "" if it can."""
+        weights, num_open = self.weights, self.scheduler.num_open
+        if weights.change is not None or (self.swaps is not None and self.swaps.is_activating):
+            return "the weights are being replaced; wait for the end of the swap or update, or cancel it"
+        if not weights.is_complete and not weights.problem:
+            return "an update of the weights is in progress; finish it first"
+        if command.mode == "wait" and self.pause.mode is not None and num_open:
+            return f"the engine is paused, so its {num_open} open requests do not end; resume it, or use another mode"
+        return ""
+
     def advance_updates(self) -> None:
         """Go on with the calls of a trainer, and give up an update in whose middle the engine was resumed."""
         if self.updates is None:
@@ -283,6 +326,8 @@ class Control:
         self.updates.advance()
         weights = self.weights
         if weights.is_complete or weights.problem or weights.change is not None or self.pause.mode is not None:
+            return
+        if self.sleep.holds_rows:
             return
         self.updates.abandon()
         weights.problem = "the engine was resumed in the middle of an update"
@@ -314,6 +359,11 @@ class Control:
         if self.pause.refuses_new:
             message = "the engine is paused and refuses requests until it is resumed; try again later"
             refusal = Failure(submit.request_id, ErrorCode.ENGINE_PAUSED, message)
+            count_outcome(self.stats, refusal)
+            return refusal
+        if self.sleep.refuses_new:
+            message = "the engine sleeps, or is about to, and refuses requests until it is woken; try again later"
+            refusal = Failure(submit.request_id, ErrorCode.ENGINE_SLEEPING, message)
             count_outcome(self.stats, refusal)
             return refusal
         if self.weights.problem:

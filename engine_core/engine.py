@@ -24,6 +24,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, masked_tokens
 from tandem.engine_core.scheduler.inspection import copy_gauges
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.sleep_switch import SleepSwitch
 from tandem.engine_core.scheduler.timelines import Timelines
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start, count_verified
@@ -112,16 +113,18 @@ class Engine:
         advancer: GrammarAdvancer,
         weights: WeightSwitch | None = None,
         swaps: WeightSwaps | None = None,
+        sleep: SleepSwitch | None = None,
         publish_weights: Callable[[WeightFacts], None] = lambda _: None,
     ) -> "Engine":
         """Build an engine from the parts that differ between startup, benchmarks and tests.
 
         depth: steps in flight; epoch: epoch that a Hello must carry; clock: seconds, for queues and sessions;
         stage_clock: seconds, for the time that each stage of the loop takes;
-        weights, swaps: None if they cannot change; publish_weights: called with their state when it has changed.
+        weights, swaps, sleep: None if weights cannot change; publish_weights: called with their state when it has
+        changed.
         """
         stats.page_size = limits.page_size
-        control = Control(scheduler, compiler, epoch, model, limits, stats, clock, weights, swaps)
+        control = Control(scheduler, compiler, epoch, model, limits, stats, clock, weights, swaps, sleep)
         stages = StageClock(stats.stage_seconds, stage_clock)
         given = runtime, mailbox, control, compiler, stats, stages, advancer, publish_weights
         return cls(scheduler, PipelineState(depth), *given)
@@ -160,7 +163,7 @@ class Engine:
             # With one slot the oldest step may itself wait for its masks; with two it is committed above in that case.
             self._sample_waiting()
             self._commit_oldest()
-        plan = None if self.control.pause.holds_rows or self.control.weights.holds_rows else self._plan()
+        plan = None if self._holds_rows else self._plan()
         if plan is not None and plan.max_lead and self.runtime.needs_exact_positions(plan):
             plan = None  # Commit first, and plan again in the next tick.
         # After planning, so that the next step is staged while workers write the masks.
@@ -174,11 +177,18 @@ class Engine:
         if self.control.pause.needs_report or self.stats.paused:
             self._report_pause()
         has_changed = self._change_weights()
+        has_changed |= self._sleep_or_wake()
         self._report_weights()
-        for client, reply in self.control.weights.take_replies():
+        for client, reply in [*self.control.weights.take_replies(), *self.control.sleep.take_replies()]:
             self.mailbox.reply(client, reply)
         self._update_gauges()
         return plan is not None or not idle or has_changed
+
+    @property
+    def _holds_rows(self) -> bool:
+        """True if no step may be launched."""
+        control = self.control
+        return control.pause.holds_rows or control.weights.holds_rows or control.sleep.holds_rows
 
     def _drain(self) -> None:
         """Apply the commands that have arrived, and collect compiled grammars.
@@ -402,6 +412,7 @@ class Engine:
             self._report_weights()
             self.runtime.synchronize()
             if weights.apply():
+                self.control.sleep.note_filled()
                 scheduler.change_weights(weights.version, change.running == "keep")
             elif weights.problem:
                 scheduler.fail_all(ErrorCode.WEIGHTS_CHANGED, f"the weights could not be replaced: {weights.problem}")
@@ -410,9 +421,29 @@ class Engine:
             weights.cancel(f"{scheduler.num_begun} requests were still running at the end of the grace period")
         return change is not None and weights.change is None
 
+    def _sleep_or_wake(self) -> bool:
+        """Begin the sleep that is due, and carry out calls to wake up. Return True if there were any."""
+        sleep, weights, scheduler = self.control.sleep, self.control.weights, self.scheduler
+        is_due = sleep.is_due(self.pipeline.in_flight, scheduler.num_open)
+        if not is_due and not sleep.wakes:
+            return False
+        if is_due or sleep.has_released:
+            sleep.is_changing = True
+            self._report_weights()
+            self.runtime.synchronize()
+        if is_due:
+            # Of the KV nothing remains: sequences begin again, the prefix cache and sessions are empty.
+            scheduler.change_weights(weights.version, keeps_rows=False)
+            sleep.fall_asleep()
+        for woken in sleep.wake():
+            weights.note_woken(woken)
+        sleep.is_changing = False
+        self.stats.sleeping = int(bool(sleep.asleep))
+        return True
+
     def _report_weights(self) -> None:
         """Publish the state of the weights if it has changed."""
-        facts = self.control.weights.facts
+        facts = self.control.sleep.facts(self.control.weights.facts)
         if facts != self._weight_facts:
             self._weight_facts = facts
             self.publish_weights(facts)

@@ -83,6 +83,15 @@ class WeightsError(EngineError):
         self.is_intact = is_intact
 
 
+class SleepError(EngineError):
+    """Memory could not be released or restored; what sleeps is what slept before."""
+
+    def __init__(self, message: str, *, is_lack: bool = False) -> None:
+        """is_lack: True if memory is missing, so that the same call may succeed later."""
+        super().__init__(message)
+        self.is_lack = is_lack
+
+
 class FatalError(EngineError):
     """The state of the device is unknown; the process must be replaced.
 

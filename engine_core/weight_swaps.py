@@ -76,6 +76,14 @@ class WeightSwaps:
         percent = self._percent_loaded if state == "loading" else self.stager.progress()
         return SwapFacts(state, command.path, percent, self.active_path, version, self.problem)
 
+    @property
+    def is_activating(self) -> bool:
+        """True if a swap in progress ends with other weights."""
+        command = self._command
+        return self._state in ("draining", "loading") or (
+            self._state == "staging" and command is not None and command.activate
+        )
+
     def apply(self, client: bytes, command: SwapWeights | CancelSwap | InspectSwap) -> Answer | None:
         """Apply a command; return its answer, None if it comes later."""
         problem = ""

@@ -26,6 +26,7 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.SESSIONS_OFF: 400,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.ENGINE_PAUSED: 503,
+    ErrorCode.ENGINE_SLEEPING: 503,
     ErrorCode.WEIGHTS_CHANGED: 503,
     ErrorCode.ENGINE_UNAVAILABLE: 503,
     ErrorCode.ENGINE_FAILED: 500,

@@ -327,6 +327,34 @@ class InspectSwap(Command, frozen=True, array_like=True, tag=14):
     call: int
 
 
+SleepTag = Literal["weights", "kv_cache"]
+SLEEP_TAGS: frozenset[SleepTag] = frozenset(get_args(SleepTag))
+"""Parts of the memory that an engine releases while it sleeps."""
+
+
+class Sleep(Command, frozen=True, array_like=True, tag=15):
+    """Release the memory of the weights and of the KV pool, until a `WakeUp`.
+
+    The `Answer` comes once the engine sleeps, or is not ok and has the reason. Requests that arrive are refused from
+    the command on.
+    """
+
+    call: int
+    level: int = 1
+    """1 to copy the weights to the host, 2 to drop them."""
+    mode: PauseMode = "abort"
+    """What happens to open requests: abort ends them in an error, wait lets all end before, keep has those that remain
+    computed again after the wake."""
+
+
+class WakeUp(Command, frozen=True, array_like=True, tag=16):
+    """Restore released memory. The `Answer` is not ok if that fails; then what slept still sleeps."""
+
+    call: int
+    tags: list[str] = []
+    """`SLEEP_TAGS` to restore; empty for all, which also loads weights that a sleep of level 2 has dropped."""
+
+
 AnyCommand = (
     Hello
     | Submit
@@ -348,4 +376,6 @@ AnyCommand = (
     | SwapWeights
     | CancelSwap
     | InspectSwap
+    | Sleep
+    | WakeUp
 )

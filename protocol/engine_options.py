@@ -386,6 +386,13 @@ class EngineOptions(Struct, frozen=True):
             metavar="SECONDS",
         ),
     ] = 60.0
+    sleep_reserve: Annotated[
+        bool,
+        EngineFlag(
+            "take the host memory to which a sleep of level 1 copies the weights at the start, not at the first sleep; "
+            "it is pinned, or for weights on a CPU a temporary file"
+        ),
+    ] = False
     logprobs_mode: Annotated[
         LogprobsMode,
         EngineFlag(

@@ -24,6 +24,7 @@ class ErrorCode(StrEnum):
     SESSIONS_OFF = "sessions_off"
     SHUTTING_DOWN = "shutting_down"
     ENGINE_PAUSED = "engine_paused"
+    ENGINE_SLEEPING = "engine_sleeping"
     WEIGHTS_CHANGED = "weights_changed"
     ENGINE_UNAVAILABLE = "engine_unavailable"
     ENGINE_FAILED = "engine_failed"

@@ -240,9 +240,9 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-WeightState = Literal["ready", "changing", "incomplete"]
+WeightState = Literal["ready", "changing", "incomplete", "sleeping"]
 """State of the weights: ready to compute with; changing, which counts as no stall; incomplete after a change that
-failed half-way, or within an update in parts."""
+failed half-way, or within an update in parts; sleeping while their memory or that of the KV pool is released."""
 
 
 class WeightFacts(Struct, frozen=True, array_like=True):
@@ -253,6 +253,8 @@ class WeightFacts(Struct, frozen=True, array_like=True):
     state: WeightState
     problem: str = ""
     """Reason of a change that failed half-way."""
+    asleep: list[str] = []
+    """Tags whose memory is released, `commands.SLEEP_TAGS`."""
 
 
 SwapState = Literal["idle", "staging", "staged", "draining", "loading"]
@@ -291,6 +293,8 @@ class Answer(Event, frozen=True, array_like=True, tag=4):
     """For a `LoadAdapter` or `UnloadAdapter`, the adapters once it was carried out."""
     swap: SwapFacts | None = None
     """For a command of swaps, their state after it."""
+    lacks_memory: bool = False
+    """For a `Sleep` or `WakeUp` that is not ok, True if memory is missing: the same call may succeed later."""
 
 
 SequenceState = Literal["waiting", "compiling", "following", "prefill", "decode", "leaving", "zombie"]

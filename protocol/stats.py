@@ -222,3 +222,6 @@ class EngineStats(Struct, array_like=True):
     """Sequences of each adapter that hold a row; exported by name with those that wait."""
     max_loras: int = 0
     """Slots of adapters; 0: the engine takes none."""
+    sleeping: Annotated[
+        int, _gauge("tandem_engine_sleeping", "1 while memory of the weights or of the KV pool is released by a sleep.")
+    ] = 0

@@ -50,6 +50,7 @@ L3_NAMES = (
     "kv_cache.storage",
     *("lora.adapter_files", "lora.adapter_folder", "lora.adapter_loader", "lora.peft_config"),
     "weight_updates",
+    "memory",
 )
 L3 = {f"tandem.engine_core.{name}" for name in L3_NAMES}
 L4 = {"tandem.engine_core.runtime", "tandem.engine_core.constraints"}
@@ -81,6 +82,8 @@ L5_NAMES = (
             "stage_checkpoint",
             "checkpoint_stager",
             "weights",
+            "sleep",
+            "sleep_ranges",
         )
     ),
 )

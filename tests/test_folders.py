@@ -35,7 +35,7 @@ LEVELS = {
     "engine_core": (
         {"adapter", "errors", "integers", "weight_version"},
         {"graph_sizes", "kernels", "page_counts", "plan", "quantization", "rope_config"},
-        {"attention", "config", "contracts", "loader", "pipeline", "sampling"},
+        {"attention", "config", "contracts", "loader", "memory", "pipeline", "sampling"},
         {"model_config"},
         {"constraints", "layers", "sequence", "wire"},
         {"kv_cache", "lora", "stats"},

@@ -66,6 +66,11 @@ class WeightSwitch:
         change.finish("")
         return name is not None
 
+    def note_woken(self, is_complete: bool) -> None:
+        """Take note of weights that a sleep has dropped. is_complete: False if they were not loaded again."""
+        self.is_complete = is_complete
+        self.problem = "" if is_complete else "a sleep of level 2 has dropped them"
+
     def reply(self, client: bytes, event: AnyEvent) -> None:
         """Send an event to a frontend at the end of the tick."""
         self._replies.append((client, event))

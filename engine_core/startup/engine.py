@@ -52,6 +52,7 @@ from tandem.engine_core.scheduler.draft_costs import DraftCosts
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.sleep_switch import SleepSwitch
 from tandem.engine_core.scheduler.step_costs import StepCosts
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.startup.adapters import build_adapters
@@ -62,6 +63,8 @@ from tandem.engine_core.startup.draft_timing import measure_draft_costs
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.model_weights import ModelWeights
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
+from tandem.engine_core.startup.sleep import build_sleep
+from tandem.engine_core.startup.sleep_ranges import check_sleep_flags, open_ranges
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.step_timing import measure_costs
 from tandem.engine_core.startup.weight_formats import WeightFormats, weight_formats
@@ -107,6 +110,8 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_b
         kind = configuration.resolve_device(options, cuda)
     with problems.caught():
         check_memory_flags(options, kind)
+    with problems.caught():
+        check_sleep_flags(options)
     with problems.caught():
         _num_grammar_workers(options, kind)
     if options.speculate != "off" and model_config.recurrent_layers:
@@ -181,9 +186,10 @@ def build_engine(
     has_memory = kind == "cpu" or _wait_for_memory(resolved, checkpoint, parts, status)
     log = StartLog(time.monotonic, parts.device.held_bytes)
     constraints = _start_constraints(_num_grammar_workers(options, kind), source, mailbox, status.stats)
+    ranges = open_ranges(options, parts.device)
     try:
         builder = constraints.mask_builder
-        runtime, config = build_runtime(resolved.config, source, checkpoint, parts, builder, status, log)
+        runtime, config = build_runtime(resolved.config, source, checkpoint, parts, builder, status, log, ranges)
     except MemoryTooSmallError as error:
         if has_memory:
             raise
@@ -207,7 +213,15 @@ def build_engine(
     weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
     if switch is not None and active is not None:
         swaps = build_swaps(switch, source, active, weights, weights_file, mailbox.wake, mark.clear)
-    given_weights = switch, swaps
+    sleep, is_updated = None, False
+    if ranges is not None:
+        draft = (
+            None if runtime.speculator is None or runtime.speculator.model is None else runtime.speculator.model.model
+        )
+        given_sleep = options, ranges, parts.device, source, weights, draft, swaps
+        sleep = build_sleep(*given_sleep, lambda: is_updated)
+        log.mark("memory for sleep")
+    given_weights = switch, swaps, sleep
     engine = _build_loop(
         config,
         resolved.groups,
@@ -225,6 +239,8 @@ def build_engine(
         control, place = engine.control, parts.device.torch_device
 
         def note_update() -> None:
+            nonlocal is_updated
+            is_updated = True
             mark.set()
             if swaps is not None:
                 swaps.active_path = ""  # They are in memory only.
@@ -372,7 +388,7 @@ def _build_loop(
     status: Status,
     facts: ModelFacts,
     adapters: Adapters | None,
-    changes: tuple[WeightSwitch | None, WeightSwaps | None],
+    changes: tuple[WeightSwitch | None, WeightSwaps | None, SleepSwitch | None],
 ) -> Engine:
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
@@ -407,6 +423,7 @@ def _build_loop(
         advancer=constraints.advancer,
         weights=changes[0],
         swaps=changes[1],
+        sleep=changes[2],
         publish_weights=partial(setattr, status, "weights") if changes[0] is not None else lambda _: None,
     )
 

@@ -47,6 +47,7 @@ from tandem.engine_core.startup.kv_calibration import calibrate_kv_scales
 from tandem.engine_core.startup.kv_sizing import Memory, StateSizes
 from tandem.engine_core.startup.loading_progress import LoadingProgress
 from tandem.engine_core.startup.memory_trial import decode_trial, measure_graph_bytes, measure_step_bytes, mixed_trial
+from tandem.engine_core.startup.sleep_ranges import SleepRanges, outside
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.warmup import warm_up
 from tandem.engine_core.wire.heartbeat import Status
@@ -114,6 +115,8 @@ class RuntimeBuilder(Struct, frozen=True):
     """Memory of adapters; None if the engine takes none."""
     draft: DraftParts | None = None
     """None without a draft model."""
+    ranges: SleepRanges | None = None
+    """Memory that a sleep releases; None: the engine never sleeps."""
 
     def build_pool(self, pages: int, state_slots: int = 0) -> KVStorage:
         """Allocate a KV pool, and slots for checkpoints of recurrent layers.
@@ -233,15 +236,17 @@ def build_runtime(
     filler: MaskFiller,
     status: Status,
     log: StartLog,
+    ranges: SleepRanges | None = None,
 ) -> tuple[TorchRuntime, EngineConfig]:
     """Load, measure and allocate everything, and run each path once.
 
-    checkpoint: None for dummy weights. Raises ConfigError if the model cannot be loaded, MemoryTooSmallError if the
+    checkpoint: None for dummy weights; ranges: memory for weights and KV that a sleep releases, None: it never sleeps.
+    Raises ConfigError if the model cannot be loaded, MemoryTooSmallError if the
     memory does not suffice.
     """
     free_at_start = parts.device.free_bytes()
     try:
-        builder = _new_builder(config, source, checkpoint, parts, filler, status, log)
+        builder = _new_builder(config, source, checkpoint, parts, filler, status, log, ranges)
         return _build(builder, free_at_start, status, log)
     except (RuntimeError, DeviceMemoryError) as error:
         if not _is_out_of_memory(error):
@@ -270,7 +275,8 @@ def _build(
     log.mark("trial of steps and graphs")
     states = state_sizes(builder.config, source)
     config = kv_sizing.size_pool(builder.config, memory, source.token_bytes, states)
-    kv = builder.build_pool(config.pages, config.state_slots)
+    with outside() if builder.ranges is None else builder.ranges.hold_cache():
+        kv = builder.build_pool(config.pages, config.state_slots)
     _log_memory(config, memory, source)
     log.mark("KV pool")
     warm_up(builder.build_runtime(kv), config)
@@ -309,6 +315,7 @@ def _new_builder(
     filler: MaskFiller,
     status: Status,
     log: StartLog,
+    ranges: SleepRanges | None,
 ) -> RuntimeBuilder:
     device = parts.device
     parts.check_kv(source.layout.dtype)
@@ -317,7 +324,7 @@ def _new_builder(
     if config.max_adapters:
         lora = LoraSlots(config.max_adapters, config.options.max_lora_rank, context.kernels.group_tokens)
         context = replace(context, lora=lora)
-    model = _load_model(config.options, source, checkpoint, context, status)
+    model = _load_model(config.options, source, checkpoint, context, status, ranges)
     log.mark("weights")
     if lora is not None:
         logger.info(
@@ -359,17 +366,33 @@ def _new_builder(
             speculator.drafter = EagerDrafter(speculator.drafter, forced)
     draft = None
     if source.draft is not None:
-        draft = _build_draft(config, source.draft, parts, tables, plain, status)
+        draft = _build_draft(config, source.draft, parts, tables, plain, status, ranges)
         log.mark("draft model")
     log.mark("tables and slots")
     shape, layers = source.model.delta_rule, len(source.model.recurrent_layers)
     states = None
     if shape is not None:
-        states = ModelStates.allocate(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
+        with outside() if ranges is None else ranges.hold_cache():
+            states = ModelStates.allocate(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
         size = state_sizes(config, source).rows
         logger.info("recurrent state: %s for %d rows", pool_text.size_text(size), config.max_rows)
         log.mark("recurrent state")
-    given = parts, source, config, model, tables, sampler, scorer, filler, slots, states, speculator, lora, draft
+    given = (
+        parts,
+        source,
+        config,
+        model,
+        tables,
+        sampler,
+        scorer,
+        filler,
+        slots,
+        states,
+        speculator,
+        lora,
+        draft,
+        ranges,
+    )
     return RuntimeBuilder(*given)
 
 
@@ -380,12 +403,14 @@ def _build_draft(
     tables: DeviceTables,
     sampler: Sampler,
     status: Status,
+    ranges: SleepRanges | None,
 ) -> DraftParts:
     """Load the draft model."""
     checkpoint = None
     if config.options.load_format != "dummy":
         checkpoint = open_checkpoint(source.directory, source.model)
-    model = _load_model(config.options, source, checkpoint, parts.build_context(source.model, source.dtype), status)
+    context = parts.build_context(source.model, source.dtype)
+    model = _load_model(config.options, source, checkpoint, context, status, ranges)
     calibrate_kv_scales(model, source.layout, source.dtype, config.max_len)
     new_planner = parts.attention(source.model, config, source.dtype, source.layout)
     planners = [new_planner() for _ in range(config.depth)]
@@ -414,13 +439,18 @@ def _forced(sampler: Sampler, tables: DeviceTables, config: StepConfig, vocab_si
 
 
 def _load_model(
-    options: EngineOptions, source: ModelSource, checkpoint: Checkpoint | None, context: BuildContext, status: Status
+    options: EngineOptions,
+    source: ModelSource,
+    checkpoint: Checkpoint | None,
+    context: BuildContext,
+    status: Status,
+    ranges: SleepRanges | None,
 ) -> Model:
+    with outside() if ranges is None else ranges.hold_weights():
+        model = build_model(source.model, context, options.max_len, checkpoint)
     if checkpoint is None:
-        model = build_model(source.model, context, options.max_len)
         fill_with_noise(model)
         return model
-    model = build_model(source.model, context, options.max_len, checkpoint)
     load_weights(model, checkpoint, LoadingProgress(status).report)
     return model
 

@@ -18,11 +18,13 @@ from tandem.protocol.commands import (
     ResetPrefixCache,
     Resume,
     SetPolicy,
+    Sleep,
     StartWeightUpdate,
     SwapMode,
     SwapWeights,
     UnloadAdapter,
     UpdateWeights,
+    WakeUp,
 )
 from tandem.protocol.events import Answer, Inspection, SwapFacts
 
@@ -45,6 +47,8 @@ EngineCall = (
     | ResetPrefixCache
     | UpdateCall
     | SwapCall
+    | Sleep
+    | WakeUp
 )
 EngineReply = Answer | Inspection
 
@@ -168,6 +172,18 @@ class EngineCalls:
             self._inspections[number] += 1
             if self._inspections[number] > 1:
                 self.answer(Answer(number, True, swap=facts))
+
+    async def sleep(self, level: int, mode: PauseMode) -> Answer:
+        """Have the engine sleep, however long its requests and the copy of its weights take."""
+        return await self._change(lambda call: Sleep(call, level, mode))
+
+    async def wake_up(self, tags: list[str]) -> Answer:
+        """Wake the engine, however long its weights take. tags: empty for all."""
+        return await self._change(lambda call: WakeUp(call, tags))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether memory of the engine is released."""
+        return bool((await self.inspect()).stats.sleeping)
 
     async def _change(self, make: Callable[[int], EngineCall]) -> Answer:
         reply = await self._ask(make, None)

@@ -179,7 +179,7 @@ class EngineClient:
 
         It failed because of the engine. It has this many sequences and prompt tokens.
         """
-        if code is ErrorCode.ENGINE_PAUSED:  # its heartbeat may not report that yet
+        if code in (ErrorCode.ENGINE_PAUSED, ErrorCode.ENGINE_SLEEPING):  # its heartbeat may not report that yet
             return UNKNOWN_SECONDS
         if code is not ErrorCode.OVERLOADED:
             return self.seconds_until_ready()

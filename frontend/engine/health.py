@@ -17,8 +17,8 @@ class EngineHealth(Struct, frozen=True):
 
     ready: bool
     status: str
-    """State as a keyword: ready, paused, incomplete, waiting, loading, draining, failed, silent or hung; in a frontend
-    also connecting, lost or refused."""
+    """State as a keyword: ready, paused, sleeping, incomplete, waiting, loading, draining, failed, silent or hung; in a
+    frontend also connecting, lost or refused."""
     reason: str = ""
     """Human-readable reason; "" when ready."""
     percent: int | None = None
@@ -28,10 +28,10 @@ class EngineHealth(Struct, frozen=True):
     def takes_requests(self) -> bool:
         """True if the engine accepts commands.
 
-        It is ready, or paused, in which case requests may have to wait, or its weights are incomplete, in which case it
-        refuses requests until a swap or an update.
+        It is ready, or paused, in which case requests may have to wait, or it sleeps or its weights are incomplete, in
+        which cases it refuses requests.
         """
-        return self.ready or self.status in ("paused", "incomplete")
+        return self.ready or self.status in ("paused", "sleeping", "incomplete")
 
 
 class _Pause(Struct, frozen=True):
@@ -167,7 +167,10 @@ class EngineWatch:
             return EngineHealth(False, "failed", f"the engine failed: {heartbeat.detail or 'no detail given'}")
         if heartbeat.phase is Phase.DRAINING:
             return EngineHealth(False, "draining", "the engine is shutting down")
-        if (weights := heartbeat.weights) is not None and weights.state == "incomplete" and weights.problem:
+        if (weights := heartbeat.weights) is not None and weights.state == "sleeping":
+            tags = " and ".join(weights.asleep)
+            return EngineHealth(False, "sleeping", f"the engine sleeps ({tags}); POST /wake_up has it go on")
+        if weights is not None and weights.state == "incomplete" and weights.problem:
             reason = f"the weights are incomplete: {weights.problem}; swap or update them completely"
             return EngineHealth(False, "incomplete", reason)
         if self._pause.is_paused:
@@ -180,9 +183,9 @@ class EngineWatch:
     def seconds_until_ready(self) -> int:
         """Estimate the seconds until the engine is ready, from previous starts.
 
-        The end of a pause is unknown.
+        The end of a pause or a sleep is unknown.
         """
-        if self.health().status in ("paused", "incomplete"):
+        if self.health().status in ("paused", "sleeping", "incomplete"):
             return UNKNOWN_SECONDS
         return self._starts.seconds(self._clock())
 

@@ -30,7 +30,12 @@ from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure
 
-_RETRIED = ENGINE_LOSSES | {ErrorCode.OVERLOADED, ErrorCode.ENGINE_PAUSED, ErrorCode.WEIGHTS_CHANGED}
+_RETRIED = ENGINE_LOSSES | {
+    ErrorCode.OVERLOADED,
+    ErrorCode.ENGINE_PAUSED,
+    ErrorCode.ENGINE_SLEEPING,
+    ErrorCode.WEIGHTS_CHANGED,
+}
 """Failure codes after which the same request may succeed later."""
 
 

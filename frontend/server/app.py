@@ -17,6 +17,7 @@ from tandem.frontend.access.rate_limit_headers import EXPOSED
 from tandem.frontend.api.admin.adapters import adapters_router
 from tandem.frontend.api.admin.pause import pause_router
 from tandem.frontend.api.admin.scheduler import scheduler_router
+from tandem.frontend.api.admin.sleep import sleep_router
 from tandem.frontend.api.admin.swap import swap_router
 from tandem.frontend.api.admin.trainer import trainer_router
 from tandem.frontend.api.admin.weight_updates import weight_updates_router
@@ -96,6 +97,7 @@ def build_routers(service: Service) -> list[APIRouter]:
         weight_updates_router,
         adapters_router,
         swap_router,
+        sleep_router,
         health_router,
     )
     return [*(maker(service) for maker in (*generating, *others)), page_router()]

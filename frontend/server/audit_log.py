@@ -7,17 +7,18 @@ from starlette.types import Scope
 
 from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.admin.pause import NEW_REQUESTS
+from tandem.frontend.api.admin.sleep import LEVELS
 from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.server.access_log import client_text
 from tandem.frontend.server.paths import TRAINER_ROUTES
-from tandem.protocol.commands import PAUSE_MODES
+from tandem.protocol.commands import PAUSE_MODES, SLEEP_TAGS
 from tandem.protocol.logs import AUDIT_LOGGER, with_fields
 from tandem.protocol.rate_limited_log import RateLimitedLog
 
 _ADMIN = "/admin/"
 _SESSIONS = "/v1/sessions/"
 _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_WORDS = {"mode": PAUSE_MODES, "new_requests": NEW_REQUESTS}
+_WORDS = {"mode": PAUSE_MODES, "new_requests": NEW_REQUESTS, "level": LEVELS, "tags": SLEEP_TAGS}
 """Allowed values of the query parameters of operator requests."""
 _TARGET_CHARACTERS = 200
 _MAX_ADDRESSES = 256

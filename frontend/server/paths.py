@@ -18,6 +18,7 @@ TRAINER_ROUTES = frozenset(
     (
         *("/pause", "/resume", "/is_paused", "/server_info", "/get_world_size", "/reset_prefix_cache"),
         *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/sleep", "/wake_up", "/is_sleeping"),
     )
 )
 """Operator routes under vLLM's names."""

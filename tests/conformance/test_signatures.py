@@ -10,6 +10,7 @@ from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.lora.adapter_loader import ThreadedLoader
+from tandem.engine_core.memory.sleeping_memory import SleepingMemory
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.checkpoint_stager import ProcessStager
 from tandem.engine_core.weight_swaps import CheckpointSwap
@@ -23,6 +24,7 @@ from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint
 from tests.fakes.frontend_child import FakeFrontendChild
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.runtime import FakeRuntime
+from tests.fakes.sleep_memory import FakeSleepMemory
 from tests.fakes.weight_change import FakeWeightChange
 
 PAIRS: list[tuple[type, type]] = [
@@ -43,6 +45,8 @@ PAIRS: list[tuple[type, type]] = [
     (CheckpointSwap, contracts.WeightChange),
     (FakeStager, contracts.CheckpointStager),
     (ProcessStager, contracts.CheckpointStager),
+    (FakeSleepMemory, contracts.SleepMemory),
+    (SleepingMemory, contracts.SleepMemory),
     (FakeFrontendChild, Child),
     (FrontendChild, Child),
 ]

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 
 import zmq
+from msgspec import structs
 
 from tandem.protocol.codec import decode_command, encode, step_output, unpack_ids, with_details
 from tandem.protocol.commands import (
+    SLEEP_TAGS,
     Abort,
     EndSession,
     FinishWeightUpdate,
@@ -22,9 +24,11 @@ from tandem.protocol.commands import (
     ResetPrefixCache,
     Resume,
     SetPolicy,
+    Sleep,
     StartWeightUpdate,
     Submit,
     UpdateWeights,
+    WakeUp,
 )
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -125,6 +129,10 @@ class FakeEngine:
         self.weights: WeightFacts | None = None
         self.swap: SwapFacts | None = None
         """State that heartbeats report; commands of swaps stay without an answer."""
+        self.sleeps: list[Sleep | WakeUp] = []
+        """Calls to sleep and to wake, which succeed unless there is a `sleep_refusal`."""
+        self.sleep_refusal: Answer | None = None
+        self.asleep: list[str] = []
         self.kv_tokens = 65536
         self.max_prediction = max_prediction
         self.sessions: set[str] = set()
@@ -196,8 +204,9 @@ class FakeEngine:
 
     def _beat(self) -> Heartbeat:
         self.stats.running = len(self._running)
+        weights = WeightFacts("1", "sleeping", asleep=self.asleep) if self.asleep else self.weights
         given = self.epoch, self.phase, self.percent, self.detail, len(self._running), self.stats
-        return Heartbeat(*given, weights=self.weights, swap=self.swap)
+        return Heartbeat(*given, weights=weights, swap=self.swap)
 
     def _drain(self, router: zmq.Socket[bytes]) -> None:
         while router.poll(0):
@@ -220,11 +229,25 @@ class FakeEngine:
                     self.updates.append(command)
                     answer = Answer(command.call, not self.update_problem, self.update_problem)
                     self._send(router, identity, answer)
+                case Sleep() | WakeUp():
+                    self._send(router, identity, self._sleep_or_wake(command))
                 case ResetPrefixCache(call):
                     self._send(router, identity, Answer(call, not self._running))
                 case Goodbye():
                     self.goodbyes += 1
                     self._forget(identity)
+
+    def _sleep_or_wake(self, command: Sleep | WakeUp) -> Answer:
+        self.sleeps.append(command)
+        if self.sleep_refusal is not None:
+            return structs.replace(self.sleep_refusal, call=command.call)
+        if isinstance(command, Sleep):
+            self.asleep = sorted(SLEEP_TAGS)
+        else:
+            self.asleep = [tag for tag in self.asleep if tag not in (command.tags or SLEEP_TAGS)]
+        self.stats.sleeping = int(bool(self.asleep))
+        self.refusal = ErrorCode.ENGINE_SLEEPING if self.asleep else None
+        return Answer(command.call, True)
 
     def _forget(self, identity: bytes) -> None:
         for key in [key for key in self._running if key[0] == identity]:

@@ -36,7 +36,9 @@ SwapWeights 12: call path running grace activate version
 CancelSwap 13: call
 InspectSwap 14: call
 SwapFacts: state path percent active_path version problem
-WeightFacts: version state problem
+WeightFacts: version state problem asleep
+Sleep 15: call level mode
+WakeUp 16: call tags
 AdapterFacts: name path version root weight_version
 AdapterList: changes adapters
 InspectedSequence: client request_id state row prompt_len generated launched pages shared_pages cached_tokens

@@ -55,7 +55,7 @@ SHAPES = {
 CUT_SHORT = {FinishReason.ABORT, *ErrorCode}
 CUT_SHORT -= {ErrorCode.INVALID_GRAMMAR, ErrorCode.GRAMMAR_FAILED}
 """Outcomes that the reference does not predict."""
-DISTURBED = ("pauses", "overloaded", "swaps")
+DISTURBED = ("pauses", "overloaded", "swaps", "sleeps")
 SHARING = ("hit", "evicted", "cache hits reported", "preemptions")
 STATES = ("states saved", "states loaded", "states evicted")
 EXPECTED = {

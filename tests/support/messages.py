@@ -16,9 +16,11 @@ from tandem.protocol.commands import (
     ResetPrefixCache,
     Resume,
     SetPolicy,
+    Sleep,
     StartWeightUpdate,
     Submit,
     UpdateWeights,
+    WakeUp,
 )
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
@@ -95,6 +97,8 @@ COMMANDS = (
     | st.builds(Pause, call=ANY_INT, mode=st.sampled_from(PAUSE_MODES), refuse_new=st.booleans())
     | st.builds(Resume, call=ANY_INT)
     | st.builds(ResetPrefixCache, call=ANY_INT)
+    | st.builds(Sleep, call=ANY_INT, level=ANY_INT, mode=st.sampled_from(PAUSE_MODES))
+    | st.builds(WakeUp, call=ANY_INT, tags=st.lists(TEXT, max_size=3))
     | st.builds(InitWeightTransfer, call=ANY_INT, rank=ANY_INT, world_size=ANY_INT, address=TEXT, port=ANY_INT)
     | st.builds(StartWeightUpdate, call=ANY_INT)
     | st.builds(

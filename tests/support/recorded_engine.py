@@ -2,16 +2,17 @@
 
 from typing import Any
 
-from tandem.engine_core.contracts import MaskedRows, StepResult
+from tandem.engine_core.contracts import MaskedRows, SleepMemory, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.sleep_switch import SleepSwitch
 from tandem.engine_core.stats import new_stats
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Hello, Submit
-from tandem.protocol.events import Failure, Finished, Limits, ModelFacts
+from tandem.protocol.events import Failure, Finished, Limits, ModelFacts, WeightFacts
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
@@ -64,7 +65,7 @@ class RecordingRuntime(FakeRuntime):
 class Bench:
     """One engine over fakes, and a frontend that has said Hello."""
 
-    def __init__(self, depth: int, rows: int = 4, pages: int = 100) -> None:
+    def __init__(self, depth: int, rows: int = 4, pages: int = 100, sleep: SleepMemory | None = None) -> None:
         self.runtime = RecordingRuntime(rows, pages, 4)
         self.memory = kv_memory(pages)
         self.scheduler = Scheduler(RowGate(rows), self.memory, SchedulerLimits(64, 64, 50))
@@ -72,6 +73,7 @@ class Bench:
         facts = ModelFacts("fake", VOCAB, 64, [END], "", "cpu", "float32", 0)
         self.compiler, self.advancer = FakeCompiler(), FakeAdvancer()
         limits = Limits(rows, 0, 4, 64, 50)
+        self.published: list[WeightFacts] = []
         self.engine = Engine.assemble(
             self.scheduler,
             self.runtime,
@@ -85,6 +87,8 @@ class Bench:
             clock=self.clock,
             stage_clock=self.clock,
             advancer=self.advancer,
+            sleep=SleepSwitch(sleep),
+            publish_weights=self.published.append,
         )
         self.control = self.engine.control
         self.say(Hello(PROTOCOL_VERSION, EPOCH, "test"))

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 
 from tandem.engine_core.contracts import MaskedRows, RunningMode, StepResult
@@ -21,9 +21,23 @@ from tandem.engine_core.scheduler.audit import audit_lengths
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.sleep_switch import SleepSwitch
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
 from tandem.engine_core.stats import new_stats
-from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Pause, PauseMode, Resume, SetPolicy
+from tandem.protocol.commands import (
+    Abort,
+    EndSession,
+    Goodbye,
+    Hello,
+    Inspect,
+    Pause,
+    PauseMode,
+    Resume,
+    SetPolicy,
+    Sleep,
+    SleepTag,
+    WakeUp,
+)
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import NO_LIMIT, Failure, Limits, ModelFacts
@@ -34,6 +48,7 @@ from tests.fakes.draft_model import FakeDraftModel
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
+from tests.fakes.sleep_memory import FakeSleepMemory
 from tests.fakes.states import FakeStates
 from tests.fakes.weight_change import FakeWeightChange
 from tests.support.kv_pool import end_sessions, occupy
@@ -128,6 +143,7 @@ class World:
         self.rng = rng = random.Random(seed)
         self.operators = random.Random(f"operators of {seed}")
         self.swaps = random.Random(f"swaps of {seed}")
+        self.sleeps = random.Random(f"sleeps of {seed}")
         self.shape = shape
         self.clock = FakeClock()
         choices = random.Random(f"advancer of {seed}")
@@ -139,7 +155,7 @@ class World:
         self.aborted: set[tuple[bytes, int]] = set()
         self.forgotten: set[bytes] = set()
         """Frontends whose connection ended at some time, other than by vanishing."""
-        self.pauses = self.num_swaps = 0
+        self.pauses = self.num_swaps = self.num_sleeps = 0
         self.ticks = self.launches = self.overlaps = self.forced = 0
         self.mailbox.on_drain = self._before_tick
         self.mailbox.on_flush = self.check
@@ -233,6 +249,7 @@ class World:
             clock=self.clock,
             stage_clock=self.clock,
             advancer=self.advancer,
+            sleep=SleepSwitch(FakeSleepMemory(self._lose)),
         )
         self.pipeline = self.engine.pipeline
 
@@ -283,6 +300,11 @@ class World:
         """Check that a loop that falls asleep has nothing to do: every open request waits for a grammar, or is held."""
         assert not self.pipeline.in_flight
         pause, weights = self.engine.control.pause, self.engine.control.weights
+        sleep = self.engine.control.sleep
+        if sleep.asleep or not weights.is_complete:
+            assert bool(self.engine.stats.sleeping) == bool(sleep.asleep)
+            assert sleep.due is None and not sleep.wakes
+            return
         if weights.change is not None and pause.mode is None:
             assert weights.change.running == "wait" and self.scheduler.num_begun
             return
@@ -321,8 +343,27 @@ class World:
             self.mailbox.inbox.append((self._operator(), Pause(4, mode, rng.random() < 0.3)))
         elif self.engine.control.pause.mode is not None and rng.random() < 0.2:
             self.mailbox.inbox.append((self._operator(), Resume(5)))
-        if self.engine.control.weights.change is None and self.swaps.random() < 0.03:
+        control = self.engine.control
+        if control.weights.change is None and not control.sleep.takes_weights and self.swaps.random() < 0.03:
             self._swap()
+        self._sleep_or_wake(control.sleep)
+
+    def _sleep_or_wake(self, sleep: SleepSwitch) -> None:
+        """Have the engine sleep, or wake it whole or in part."""
+        rng, is_complete = self.sleeps, self.engine.control.weights.is_complete
+        if rng.random() < 0.01:
+            mode: PauseMode = rng.choice(("keep", "keep", "wait", "abort"))
+            self.mailbox.inbox.append((self._operator(rng), Sleep(6, rng.choice((1, 2)), mode)))
+        elif (sleep.refuses_new or not is_complete) and rng.random() < 0.2:
+            tags = rng.choice(([], ["weights"], ["kv_cache"]))
+            self.mailbox.inbox.append((self._operator(rng), WakeUp(7, tags)))
+
+    def _lose(self, tags: Collection[SleepTag]) -> None:
+        """Erase all KV, as a sleep does."""
+        assert not self.pipeline.in_flight
+        if "kv_cache" in tags:
+            self.runtime.replace_weights(0)
+        self.num_sleeps += 1
 
     def _swap(self) -> None:
         """Have the weights replaced by equal ones, and all KV erased, once nothing is in flight."""
@@ -347,12 +388,12 @@ class World:
         if self.operators.random() < 0.5:
             self.mailbox.inbox.append((client, Hello(PROTOCOL_VERSION, EPOCH, client.decode())))
 
-    def _operator(self) -> bytes:
+    def _operator(self, rng: random.Random | None = None) -> bytes:
         """Return a frontend that the engine listens to."""
         if not self.engine.control.clients:
             self.mailbox.inbox.append((OPERATOR, Hello(PROTOCOL_VERSION, EPOCH, "operator")))
             return OPERATOR
-        return self.operators.choice(sorted(self.engine.control.clients))
+        return (rng or self.operators).choice(sorted(self.engine.control.clients))
 
     def happened(self) -> dict[str, int]:
         """Return how often each event happened."""
@@ -363,6 +404,7 @@ class World:
         return {
             "pauses": self.pauses,
             "swaps": self.num_swaps,
+            "sleeps": self.num_sleeps,
             "overloaded": len([o for o in outcomes if isinstance(o, Failure) and o.code is ErrorCode.OVERLOADED]),
             "hit": self.memory.num_hit_tokens,
             "evicted": self.memory.usage.num_evicted,
