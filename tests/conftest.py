@@ -11,7 +11,8 @@ Every test begins with the same random numbers in every run, whichever tests its
 tries the same examples. Longer tests (`tests.support.effort`) try others each time.
 
 Torch computes in one thread. Tensors here are small, and if the test processes have more threads than the machine has
-cores, those threads take most of the time to wait for each other.
+cores, those threads take most of the time to wait for each other. Engines of tests may set another number, which the
+next test undoes.
 """
 
 import gc
@@ -68,6 +69,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesBy
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.set_num_threads(1)
     if EFFORT == 1:
         seed = crc32(item.nodeid.encode())
         random.seed(seed)

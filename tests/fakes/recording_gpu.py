@@ -36,6 +36,7 @@ from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tandem.engine_core.startup.device import CudaParts
 from tests.fakes.gpus import gpu
+from tests.fakes.ticking_event import TickingEvent
 
 MEMORY = 2**30
 SMALL = gpu("a small GPU", 80, 1)
@@ -70,16 +71,6 @@ class RecordingRecorder:
 
     def synchronize(self) -> None:
         return None
-
-
-class TickingEvent:
-    """Event with timing; any two are a millisecond apart."""
-
-    def record(self) -> None:
-        return None
-
-    def elapsed_time(self, other: "TickingEvent") -> float:
-        return 1.0
 
 
 class RecordingDevice(CpuDevice):

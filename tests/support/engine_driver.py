@@ -16,6 +16,7 @@ from tandem.protocol.events import Failure, Finished
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
+from tests.fakes.ticking_event import ticking
 from tests.support.length_check import check_lengths
 
 CLIENT, EPOCH = b"test", 11
@@ -32,7 +33,7 @@ class DrivenEngine:
     @classmethod
     def build(cls, options: EngineOptions, new_parts: Callable[[str], DeviceParts] = open_parts) -> "DrivenEngine":
         mailbox = FakeMailbox()
-        engine = build_engine(options, mailbox, Status(EPOCH, new_stats()), new_parts)
+        engine = build_engine(options, mailbox, Status(EPOCH, new_stats()), ticking(new_parts))
         drafts = engine.scheduler.planner.drafts
         # What a test sees must not depend on the speed of the machine.
         drafts.costs = DraftCosts.assumed(drafts.sizes, drafts.has_model)

@@ -17,6 +17,7 @@ from tandem.protocol.events import Answer
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
+from tests.fakes.ticking_event import ticking
 from tests.support.engine_driver import CLIENT, EPOCH, DrivenEngine
 
 SECONDS = 60.0
@@ -47,7 +48,7 @@ class LoraEngine(DrivenEngine):
         file = model / "adapters.json"
         usual = {"device": "cpu", "threads": 1, "max_rows": 8, "enable_lora": True, "max_lora_rank": 16}
         mailbox, given = FakeMailbox(), EngineOptions(model=str(model), **usual | options)
-        engine = build_engine(given, mailbox, Status(EPOCH, new_stats()), new_parts, adapters_file=file)
+        engine = build_engine(given, mailbox, Status(EPOCH, new_stats()), ticking(new_parts), adapters_file=file)
         mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "test")))
         return cls(engine, mailbox)
 

@@ -11,6 +11,7 @@ from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.scheduler.step_costs import StepWork
+from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.startup.step_timing import (
     attention_share,
     distinct_rows,
@@ -18,8 +19,10 @@ from tandem.engine_core.startup.step_timing import (
     prompts_alone,
     without_outliers,
 )
+from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
-from tests.support.engine_driver import DrivenEngine
+from tests.fakes.mailbox import FakeMailbox
 
 SHAPES = Path(__file__).parents[3] / "benchmarks" / "shapes"
 
@@ -54,14 +57,14 @@ def test_attention_within_windows_is_reckoned_at_the_longest_sequence() -> None:
 
 def test_without_graphs_durations_grow_with_rows_and_tokens() -> None:
     options = EngineOptions(device="cpu", max_rows=8, kv_tokens=4096, max_step_tokens=48)
-    driven = DrivenEngine.build(options)
-    costs = driven.engine.scheduler.planner.costs
+    engine = build_engine(options, FakeMailbox(), Status(1, new_stats()))
+    costs = engine.scheduler.planner.costs
     assert costs.token_sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
     rows = [costs.milliseconds(StepWork(count, 0)) for count in range(1, 9)]
     tokens = [costs.milliseconds(StepWork(0, 0, count)) for count in range(1, 49)]
     assert rows == sorted(rows) and tokens == sorted(tokens)
     assert rows[0] > 0.0 and tokens[0] > 0.0
-    driven.engine.compiler.close()
+    engine.compiler.close()
 
 
 def test_rows_with_states_are_timed_apart() -> None:
