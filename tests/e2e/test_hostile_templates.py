@@ -18,10 +18,10 @@ from tests.support.stream_client import Stream, StreamClient, completion
 
 RESTARTS = "tandem_template_process_restarts_total"
 TOKENS = 1900
-"""Tokens of a stream that is open throughout a test: at 20 a second, 95 s."""
+"""Tokens of a stream that is open throughout a test: at 10 a second, 190 s."""
 GUARD_SECONDS = 300.0
-MIN_READS = 20
-"""Reads that an open stream gets while a conversation takes seconds to be rendered, at 20 tokens a second."""
+MIN_READS = 5
+"""Reads that an open stream gets at least while a conversation is rendered for 5 s, at 10 tokens a second."""
 SHARED = (
     "{% set ns = namespace(x=[1], y=[1]) %}"
     "{% for _ in range(28) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
@@ -56,7 +56,7 @@ def write_template(path: Path, bodies: dict[str, str]) -> Path:
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServing]:
     folder = tmp_path_factory.mktemp("hostile")
     template = write_template(folder / "template.jinja", ENDLESS | LARGE)
-    script = Script(tokens_per_second=20.0)
+    script = Script(tokens_per_second=10.0)
     with ScriptedServing(folder / "log", "--chat-template", str(template), script=script) as running:
         yield running
 

@@ -13,6 +13,8 @@ from tests.support.serving import GUARD_SECONDS, until
 from tests.support.stopped_process import is_running
 from tests.support.stream_client import Summary, completion, summary
 
+LONG = 1900
+"""Tokens of an answer that outlives its engines: at 50 a second, 38 s."""
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -37,7 +39,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[
 def test_request_that_kills_engines_kills_two_at_most(serving: ScriptedServing) -> None:
     restarts = serving.engine_metric("tandem_engine_restarts_total")
     with serving.clients() as client:
-        whole = client.open(completion(200, stream=False), 5)
+        whole = client.open(completion(LONG, stream=False), 5)
         client.until(lambda: serving.engine_metric("tandem_num_requests_running") == 5, "rows of the others")
         poison = client.open(completion(2 * POISON_TOKENS, stream=False, seed=POISON_SEED))
         client.until_ended(poison)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.constant_model import MODEL, write_constant_model
@@ -149,9 +148,7 @@ def test_the_command_waits_for_streams_and_a_restarted_engine_has_the_weights(
     after = computed_by(serving)
     assert after.keys() != before.keys() and list(after.values()) == [name]
     check_streams(load, before | after, texts, {200})
-    assert serving.process is not None
-    children = psutil.Process(serving.process.pid).children(recursive=True)
-    (engine,) = [child for child in children if "tandem.engine_core" in child.cmdline()]
+    engine = serving.engine
     engine.kill()
     engine.wait(GUARD_SECONDS)
     answer = until(lambda: (found := complete(serving))[0] == 200 and found[1], "an answer of the new engine")
@@ -190,13 +187,7 @@ def test_a_kill_during_staging_leaves_the_old_weights(serving: Serving) -> None:
     found: list[tuple[int, dict[str, Any]]] = []
     thread = threading.Thread(target=lambda: found.append(swap(serving, other(serving))))
     thread.start()
-    assert serving.process is not None
-
-    def stagers() -> list[psutil.Process]:
-        children = psutil.Process(serving.process.pid).children(recursive=True)  # type: ignore[union-attr]
-        return [child for child in children if child.is_running() and STAGER in child.cmdline()]
-
-    for child in until(stagers, "the process that stages"):
+    for child in until(lambda: serving.children(STAGER, recursive=True), "the process that stages"):
         child.send_signal(signal.SIGKILL)
     thread.join(GUARD_SECONDS)
     ((status, answer),) = found

@@ -1,6 +1,5 @@
 """Trainer that sends weights to an engine over gloo, as vLLM's do over NCCL."""
 
-import socket
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -10,15 +9,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from tandem.engine_core.weight_updates.gloo_group import PREFIX
 
-SECONDS = 60.0
-
-
-def open_port() -> int:
-    """Return a port of the loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+SECONDS = 120.0
 
 
 class GlooTrainer:

@@ -95,6 +95,8 @@ class Serving:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self.environment)
         if self.wait:
             until(self.ready, f"readiness; the log says:\n{self.log.read_text()}")
+            if self.num_frontends > 1:  # one that is ready later would refuse the requests that it gets until then
+                until(lambda: self.num_connects >= self.num_frontends, "frontends that know the engine")
         return self
 
     def __exit__(
@@ -155,7 +157,15 @@ class Serving:
         return value(self.get("/metrics", self.ops_port)[1], name)
 
     def fresh_engine_metric(self, name: str) -> float:
-        """Return a series from a heartbeat sent after this call began, which reflects all earlier answers."""
+        """Return a series from a heartbeat sent after this call began, which reflects all earlier answers.
+
+        It is the second that is heard: the first may have been sent before, and read late by a busy supervisor.
+        """
+        for _ in range(2):
+            self._await_heartbeat()
+        return self.engine_metric(name)
+
+    def _await_heartbeat(self) -> None:
         asked = time.monotonic()
 
         def is_fresh() -> bool:
@@ -163,7 +173,6 @@ class Serving:
             return self.engine_metric("tandem_engine_seconds_since_last_beat") < now - asked
 
         until(is_fresh, "a heartbeat")
-        return self.engine_metric(name)
 
     def rows_and_pages_are_free(self) -> bool:
         """Return True if the engine runs no request and uses no pages, by a heartbeat sent after this call began."""
@@ -180,15 +189,17 @@ class Serving:
 
     def frontends(self) -> list[psutil.Process]:
         """Return the frontends that run now, the oldest first."""
-        assert self.process is not None
-        found = []
-        for child in psutil.Process(self.process.pid).children():
-            try:
-                if "tandem.frontend" in child.cmdline():
-                    found.append(child)
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-        return sorted(found, key=lambda child: child.create_time())
+        return sorted(self.children("tandem.frontend"), key=lambda child: child.create_time())
+
+    @property
+    def num_frontends(self) -> int:
+        """Number of frontends that the flags ask for."""
+        return int(self.flags[self.flags.index("--frontends") + 1]) if "--frontends" in self.flags else 1
+
+    @property
+    def num_connects(self) -> int:
+        """How often frontends have connected to an engine, as they have reported."""
+        return int(self.engine_metric("tandem_frontend_engine_connects_total"))
 
     def num_serving(self) -> int:
         """Return the number of slots whose own frontend serves."""
@@ -205,8 +216,16 @@ class Serving:
 
     def child(self, module: str) -> psutil.Process:
         """Return the supervisor's child process that runs a module."""
-        assert self.process is not None
-        for child in psutil.Process(self.process.pid).children():
-            if module in child.cmdline():
-                return child
+        for child in self.children(module):
+            return child
         raise AssertionError(f"no child runs {module}")
+
+    def children(self, module: str, recursive: bool = False) -> list[psutil.Process]:
+        """Return the processes that run a module, among the supervisor's children or all its descendants."""
+        assert self.process is not None
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive):
+            with suppress(psutil.NoSuchProcess):  # a zombie, or gone since it was listed
+                if module in child.cmdline():
+                    found.append(child)
+        return found

@@ -21,9 +21,10 @@ from tandem.protocol.commands import (
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Answer
 from tests.support.engine_driver import CLIENT, DrivenEngine
-from tests.support.gloo_trainer import GlooTrainer, open_port, packed_broadcast
+from tests.support.gloo_trainer import GlooTrainer, packed_broadcast
+from tests.support.serving import free_port
 
-GUARD = 60.0
+GUARD = 120.0
 SIZES: dict[str, Any] = {"device": "cpu", "max_rows": 4, "threads": 1, "kv_tokens": 2000, "max_len": 256}
 BUFFER = 3000
 
@@ -32,7 +33,7 @@ class TrainedEngine:
     """Calls of a trainer to an engine, each with what the trainer does meanwhile."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        given = {"enable_weight_updates": True, "update_timeout": 20.0, **SIZES, **options}
+        given = {"enable_weight_updates": True, "update_timeout": GUARD, **SIZES, **options}
         self.driven = DrivenEngine.build(EngineOptions(model=str(folder), **given))
         self.calls = 0
         self.buffer_bytes = BUFFER
@@ -69,7 +70,7 @@ class TrainedEngine:
 
     def init(self, buffer_bytes: int = BUFFER) -> None:
         """Let both join a group. buffer_bytes: 0 for a broadcast of each tensor."""
-        port, self.buffer_bytes = open_port(), buffer_bytes
+        port, self.buffer_bytes = free_port(), buffer_bytes
 
         def join() -> None:
             self._trainer = GlooTrainer(port)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tandem.frontend.cli.main import main
 from tests.support.lora_folder import write_adapter
 from tests.support.serving import GUARD_SECONDS, Serving, until
+from tests.support.stopped_process import stop_process
 
 BASE, PROMPT = "tandem-default", "What does textwrap.dedent do?"
 MODEL = Path(__file__).parents[3] / "engine_core" / "default_model"
@@ -144,14 +144,14 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(serving: Serving
     assert load(serving, "second", "second") == 200
     expected = complete(serving, "second")
     assert expected[0] == 200
-    engine = serving.engine
+    engine, connects = serving.engine, serving.num_connects
     with ThreadPoolExecutor(1) as pool:
-        engine.suspend()
+        stop_process(engine.pid)
         loading = pool.submit(load, serving, "third", "second")
         engine.kill()
-        psutil.wait_procs([engine], 10)
         status = loading.result()
-    until(lambda: complete(serving, "second") == expected, "the engine after it")
+    until(lambda: serving.num_connects == connects + serving.num_frontends, "the engine after it, for both frontends")
+    assert complete(serving, "second") == expected
     assert complete(serving, "first")[0] == 200
     # 200 if the frontend took so long to send the call that another engine was there.
     assert (status, complete(serving, "third")[0]) in ((503, 404), (200, 200))

@@ -1,18 +1,15 @@
 """Updates of a served model by a trainer in a process of its own, over gloo."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.support.gloo_trainer import open_port
-from tests.support.serving import Serving, until
+from tests.support.serving import Serving, free_port, until
 from tests.support.trained_engine import described
 from tests.support.trainer_process import BUFFER_BYTES, noisy_weights
 
@@ -24,7 +21,7 @@ class Trainer:
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
-        port = open_port()
+        port = free_port()
         command = [sys.executable, "-m", "tests.support.trainer_process", str(port)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
@@ -80,12 +77,6 @@ def answer(serving: Serving) -> str:
     return text
 
 
-def engine_process(serving: Serving) -> psutil.Process:
-    assert serving.process is not None
-    children = psutil.Process(serving.process.pid).children()
-    return next(child for child in children if "tandem.engine_core" in child.cmdline())
-
-
 def test_a_trainer_updates_a_server_until_it_dies(serving: Serving) -> None:
     first = answer(serving)
     trainer = Trainer(serving)
@@ -116,9 +107,9 @@ def test_a_trainer_updates_a_server_until_it_dies(serving: Serving) -> None:
     assert answer(serving) == answers[2]
     second.kill()
 
-    engine_process(serving).send_signal(signal.SIGKILL)
+    serving.engine.kill()
     until(lambda: is_paused(serving), "the next engine")
-    assert "the weights that a trainer sent are lost" in serving.log.read_text()
+    until(lambda: serving.said("the weights that a trainer sent are lost"), "the line of the lost weights")
     assert serving.post("/resume", {})[0] == 200
     assert answer(serving) == first, "the weights on disk"
 

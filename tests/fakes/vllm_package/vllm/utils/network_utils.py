@@ -1,6 +1,6 @@
 """Addresses of this host."""
 
-from tests.support.gloo_trainer import open_port
+from tests.support.serving import free_port
 
 
 def get_ip() -> str:
@@ -8,4 +8,4 @@ def get_ip() -> str:
 
 
 def get_open_port() -> int:
-    return open_port()
+    return free_port()
