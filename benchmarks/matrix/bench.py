@@ -1,13 +1,12 @@
 """Measure a server under load: trials of a scenario, capacity, and streams during long prompts."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.matrix.capacity import Watch, while_waiting
 from benchmarks.matrix.figures import PERCENTS, Figures, PrefillTrial, figures
 from benchmarks.matrix.long_prompts import LongPrompts, gaps_during_prefill
 from benchmarks.matrix.scenarios import PROMPT_IDS, Scenario
-from benchmarks.matrix.server import BEAT_SECONDS, Server
+from benchmarks.matrix.server import Server
 from benchmarks.measuring.scrape import histogram_summary
 from tandem.frontend.cli.bench.client import Job
 from tandem.frontend.cli.bench.clients import Clients
@@ -39,7 +38,7 @@ class Bench:
         before = server.scrape()
         load = scenario.load(trial)
         records = self._send(self._clients, server, load, scenario.workload(self._seed, trial))
-        time.sleep(BEAT_SECONDS)
+        server.await_heartbeats()
         waits = histogram_summary(before, server.scrape(), QUEUE_TIME, QUANTILES)
         return figures(records, waits, self._starved_ms)
 
@@ -51,7 +50,7 @@ class Bench:
         load = scenario.load(trial)
         watch = Watch(load, server)
         records = self._send(self._clients, server, load, scenario.workload(self._seed, trial), watch)
-        time.sleep(BEAT_SECONDS)
+        server.await_heartbeats()
         speed = figures(records, {}, self._starved_ms).output_tokens_per_s
         return while_waiting(watch.readings) | {"output_tokens_per_s": speed}
 

@@ -4,7 +4,6 @@ Each configuration has a `tandem serve` of its own.
 """
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 from benchmarks.measuring.processes import stop_process
 from benchmarks.measuring.scrape import Scrape
+from tests.support.serving import free_port
 
 TANDEM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main())"
 """The console command of the tree that the benchmark runs from, installed or not."""
@@ -23,8 +23,9 @@ READY_SECONDS, STOP_SECONDS = 300.0, 30.0
 POLL_SECONDS = 0.1
 _OF_EVERY_LINE = ("time", "level", "process", "logger", "message")
 """Names of the fields that every line of the log has."""
-BEAT_SECONDS = 0.6
-"""Time within which the engine has published a heartbeat, and with it everything that happened before."""
+AGE = "tandem_engine_seconds_since_last_beat"
+BEAT_SECONDS = 60.0
+"""Longest wait for a heartbeat, in seconds."""
 
 
 class ServerDiedError(Exception):
@@ -32,13 +33,6 @@ class ServerDiedError(Exception):
 
     The end of the server's log says why.
     """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class Server:
@@ -102,6 +96,20 @@ class Server:
 
     def scrape(self) -> Scrape:
         return Scrape(self.metrics())
+
+    def await_heartbeats(self) -> None:
+        """Wait until the metrics have everything that happened before this call.
+
+        That is the second heartbeat from now on: the first may have been under way. Raises ServerDiedError if there is
+        none.
+        """
+        for _ in range(2):
+            asked = now = time.monotonic()
+            while not (age := self.scrape().value(AGE)) or age >= now - asked:  # 0: no answer
+                if now - asked > BEAT_SECONDS:
+                    raise ServerDiedError(f"no heartbeat for {BEAT_SECONDS:g} s")
+                time.sleep(POLL_SECONDS)
+                now = time.monotonic()
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that the engine logged.

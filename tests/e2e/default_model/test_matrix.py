@@ -12,6 +12,7 @@ from benchmarks.matrix.scenarios import scenarios
 from benchmarks.matrix.server import Server
 from tandem.frontend.cli.bench.clients import Clients
 from tests.fakes.scripted_engine import Script
+from tests.support.serving import until
 from tests.support.tandem_with_fake_engine import SCRIPTED, write_tandem
 
 SCALE, STREAMS, ROWS = 64, 3, 4
@@ -55,8 +56,14 @@ def check_matrix(configuration: Configuration, tmp_path: Path) -> None:
             assert list(found.ttft_by_priority) == [0, 1, 2]
             held = bench.held(server, replace(two, streams=4 * ROWS, requests=2), 1)
             assert held["peak"] <= ROWS and held["output_tokens_per_s"] > 0
-            found = bench.long_prompts(server, LongPrompts(2, 60, 100, 2), 0)
-            assert found.prompts == 2 and found.alone["count"] > 0 and found.prompt_ttft["count"] == 2
-            assert 0 < found.loaded["count"] <= found.alone["count"]
+
+            def is_overlapped() -> bool:
+                """Tell whether the prompts arrived while the streams ran: a busy machine may begin them too late."""
+                found = bench.long_prompts(server, LongPrompts(2, 60, 100, 2), 0)
+                assert found.prompts == 2 and found.alone["count"] > 0 and found.prompt_ttft["count"] == 2
+                assert found.loaded["count"] <= 2 * 59, "gaps of two streams"
+                return found.loaded["count"] > 0
+
+            until(is_overlapped, "prompts within streams")
         with pytest.raises(ConnectionError, match="requests failed"):
             bench.held(server, two, 2)
