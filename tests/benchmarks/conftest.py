@@ -10,7 +10,7 @@ import pytest
 from benchmarks.porting.tiny import save_tiny
 from tests.fakes.completions_server import CompletionsServer
 
-GUARD_SECONDS = 60.0
+GUARD_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tandem.frontend.cli.bench.record import Share
 from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 from tests.fakes.completions_server import CompletionsServer
 
-GUARD_SECONDS = 60.0
+GUARD_SECONDS = 120.0
 WORKLOAD = Workload(seed=3, input_len=Span(2, 6), output_len=Span(1, 9), prompt_ids=Span(10, 50))
 
 

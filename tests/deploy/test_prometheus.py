@@ -23,7 +23,7 @@ QUERIES = list(panels(BOARD))
 VARIABLES = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
 METRICS = set(re.findall(r"`((?:tandem|process|python)_\w+)`", (ROOT / "frontend" / "METRICS.md").read_text()))
 SCRAPER, CLIENT = "key-of-the-scraper", "key-of-a-client"
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 
 
 VLLM = (

@@ -19,10 +19,10 @@ def test_every_line_of_a_service_is_an_object_and_a_trace_reaches_the_engine(tmp
         body = {"model": "tandem-default", "messages": [{"role": "user", "content": "one"}], "max_tokens": 3}
         headers = {"x-request-id": "find-me", "traceparent": f"00-{TRACE}-{PARENT}-01"}
         assert (
-            httpx.post(served.url + "/v1/chat/completions", json=body, headers=headers, timeout=30).status_code == 200
+            httpx.post(served.url + "/v1/chat/completions", json=body, headers=headers, timeout=120).status_code == 200
         )
         policy = {"policy": "decode_first"}
-        assert httpx.post(served.url + "/admin/scheduler", json=policy, timeout=30).status_code == 200
+        assert httpx.post(served.url + "/admin/scheduler", json=policy, timeout=120).status_code == 200
         until(lambda: "tandem is ready on " in path.read_text(), "the supervisor tells that the service is ready")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {line["process"] for line in lines} == {"supervisor", "engine", "frontend-0"}

@@ -135,7 +135,7 @@ def end_with_open_requests(child: "subprocess.Popen[str]", dealer: Any) -> None:
         finished += [end.request_id for end in output.finished]
     assert [(failure.request_id, failure.code) for failure in refused] == [(300, ErrorCode.INVALID_VALUE)]
     child.send_signal(signal.SIGTERM)
-    _, log = child.communicate(timeout=60)
+    _, log = child.communicate(timeout=120)
     assert child.returncode == ExitCode.OK, log
     failures: list[Failure] = []
     # What comes beyond all ends is looked for, though it need not have arrived.

@@ -161,14 +161,14 @@ class FakeEngine:
         bound = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(bound,), name="fake-engine")
         self._thread.start()
-        assert bound.wait(60), "the fake engine could not bind its sockets"
+        assert bound.wait(120), "the fake engine could not bind its sockets"
         return self
 
     def die(self) -> None:
         """Close the sockets without a message, as a killed process does."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(60)
+            self._thread.join(120)
             self._thread = None
 
     def renew(self) -> None:

@@ -19,7 +19,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 from tests.support.prompt_uvicorn import prompt_uvicorn
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 """Seconds after which a test gives up waiting; no test asserts how long something took."""
 
 # By default httpx builds a TLS context for every call, which takes longer than the call.

@@ -24,7 +24,7 @@ def process(program: str, **options: Any) -> ManagedProcess:
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 30))
+    asyncio.run(asyncio.wait_for(body, 120))
 
 
 @pytest.mark.parametrize(

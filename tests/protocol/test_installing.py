@@ -35,7 +35,7 @@ def test_command_names_the_packages_of_extras_that_an_extra_names() -> None:
 
 def test_command_runs_as_it_is_printed() -> None:
     shell = f"{install_extra('bench')} --no-index --dry-run --quiet --disable-pip-version-check"
-    found = subprocess.run(shell, shell=True, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(shell, shell=True, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
 
 

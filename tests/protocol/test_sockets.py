@@ -19,7 +19,7 @@ from tandem.protocol.sockets import (
     prepare_endpoint,
 )
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 """Timeout of every poll, reached only when a test fails."""
 
 

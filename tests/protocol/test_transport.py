@@ -16,7 +16,7 @@ from tandem.protocol.sockets import (
     connect_heartbeat,
 )
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 ANY_PORT = "tcp://127.0.0.1:*"
 
 

@@ -65,5 +65,5 @@ def test_process_with_a_full_queue_outlives_its_peer(
             if peer.type == zmq.PUB:
                 time.sleep(0.001)  # it drops what is sent faster
         peer.close(linger=30_000)
-        output, errors = process.communicate("gone\n", timeout=60)
+        output, errors = process.communicate("gone\n", timeout=120)
     assert (process.returncode, output, errors) == (0, BODY.decode() + "\n", "")

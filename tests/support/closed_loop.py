@@ -115,5 +115,5 @@ async def run_clients(
     finally:
         over.set()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*tasks), 60)
+            await asyncio.wait_for(asyncio.gather(*tasks), 120)
     return clients, problems

@@ -20,7 +20,7 @@ needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="needs Debian's package prometheus, with promtool",
 )
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 NAME = re.compile(r"\b(?:tandem_|process_|python_|vllm:)\w+")
 
 

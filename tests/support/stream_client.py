@@ -252,18 +252,18 @@ class StreamClient:
         while (left := deadline - time.monotonic()) > 0:
             self.poll(left)
 
-    def until(self, condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
         """Read until a condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds:g} s in vain for {what}: {summary(self.streams)}"
             self.poll(0.02)
 
-    def until_streaming(self, streams: Sequence[Stream], seconds: float = 60.0) -> None:
+    def until_streaming(self, streams: Sequence[Stream], seconds: float = 120.0) -> None:
         """Read until every one of these streams has had a token, or has ended."""
         self.until(lambda: all(s.num_tokens or s.outcome for s in streams), "a first token of each", seconds)
 
-    def until_ended(self, streams: Sequence[Stream], seconds: float = 60.0) -> None:
+    def until_ended(self, streams: Sequence[Stream], seconds: float = 120.0) -> None:
         """Read until every one of these streams has ended."""
         self.until(lambda: all(s.outcome for s in streams), "the end of each", seconds)
 
@@ -281,7 +281,7 @@ def summary(streams: Sequence[Stream]) -> str:
     return "; ".join([*lines, *[s.problem for s in streams if s.problem][:3]])
 
 
-def answer(address: tuple[str, int], path: str, seconds: float = 30.0) -> tuple[int, bytes, float]:
+def answer(address: tuple[str, int], path: str, seconds: float = 120.0) -> tuple[int, bytes, float]:
     """GET a path on a connection of its own; return status, body and the seconds that it took. 0: no answer."""
     started = time.monotonic()
     data = b""

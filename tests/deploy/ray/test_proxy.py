@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tandem_ray.proxy import UnixProxy
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 

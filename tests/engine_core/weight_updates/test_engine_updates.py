@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -256,12 +256,15 @@ def test_calls_out_of_order_are_refused(folders: list[Path]) -> None:
 
 
 def test_a_trainer_that_sends_nothing_is_given_up(folders: list[Path]) -> None:
-    trained = TrainedEngine(folders[0], update_timeout=1.0)
+    trained = TrainedEngine(folders[0])
+    updates = trained.driven.engine.control.updates
+    assert isinstance(updates, ExternalUpdates)
     trained.pause()
     trained.init()
     trained.start()
     names, dtypes, shapes = described(weights_of(folders[1]))
-    assert not trained.call(lambda call: UpdateWeights(call, names, dtypes, shapes)).ok
+    with patch.object(updates, "timeout", 0.5):
+        assert not trained.call(lambda call: UpdateWeights(call, names, dtypes, shapes)).ok
     assert trained.driven.engine.control.weights.facts.state == "incomplete"
     assert not trained.finish().ok
     trained.init()

@@ -17,7 +17,7 @@ from tandem.protocol.events import Heartbeat, Phase, SwapFacts
 from tandem.protocol.sockets import Transport, connect_heartbeat
 from tests.support.zmq_context import KeepingContext
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 
 
 @pytest.fixture

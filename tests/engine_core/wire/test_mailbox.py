@@ -27,7 +27,7 @@ from tandem.protocol.sockets import (
 )
 from tests.support.zmq_context import ipc_context
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 
 
 class Wire:

@@ -245,7 +245,7 @@ def test_ctrl_c_is_left_to_the_parent_of_the_clients(server: RunningServer, engi
 
 def test_the_first_clients_of_a_process_take_no_interrupt_while_they_load() -> None:
     """The first start of a process starts multiprocessing's tracker of resources too."""
-    ended = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[0, 0]\n", "")
 
 
@@ -262,7 +262,7 @@ def test_clients_end_with_a_parent_that_is_killed() -> None:
             parent.kill()
         with connection:
             # The client has the same stdout, which ends with the last of both.
-            assert parent.communicate(timeout=30)[0] == b""
+            assert parent.communicate(timeout=120)[0] == b""
 
 
 def test_server_names_its_model(server: RunningServer) -> None:

@@ -271,7 +271,7 @@ def test_a_stop_drains_all_at_once_and_kills_those_that_have_not_served() -> Non
             child.ends()
         await stop
 
-    asyncio.run(asyncio.wait_for(body(), 30))
+    asyncio.run(asyncio.wait_for(body(), 120))
     assert starting_again
     assert not service.frontends.is_running
     service.run(20)
@@ -291,7 +291,7 @@ def test_supervise_starts_what_is_due_and_returns_once_all_have_ended() -> None:
             child.ends(-9)
         assert await supervised is ExitCode.OK
 
-    asyncio.run(asyncio.wait_for(body(), 30))
+    asyncio.run(asyncio.wait_for(body(), 120))
 
 
 def test_supervise_returns_the_code_of_a_frontend_that_is_given_up() -> None:
@@ -303,7 +303,7 @@ def test_supervise_returns_the_code_of_a_frontend_that_is_given_up() -> None:
         service.children.of(0).ends(ExitCode.CONFIG)
         assert await supervised is ExitCode.CONFIG
 
-    asyncio.run(asyncio.wait_for(body(), 30))
+    asyncio.run(asyncio.wait_for(body(), 120))
 
 
 class FrontendsMachine(RuleBasedStateMachine):
