@@ -37,7 +37,7 @@ from tandem.protocol.model_folder import read_json, template_fingerprint
 
 _POLL_SECONDS = 0.02
 LINK_SECONDS = 2.0
-"""Maximum seconds after the start for which requests wait for the link to the engine."""
+"""Maximum seconds after the start for which requests wait for a heartbeat of the engine."""
 
 
 class Service:
@@ -165,11 +165,12 @@ class Service:
         """Wait until requests can be served, or the reason why not is known.
 
         It is known for a loading engine, for example. An engine without a heartbeat for `LINK_SECONDS` counts as away.
+        Polls are counted instead of seconds: this process itself may be held up while the heartbeats wait.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + LINK_SECONDS
-        while self.client.health().status in ("waiting", "connecting") and loop.time() < deadline:
+        left = LINK_SECONDS
+        while (status := self.client.health().status) == "connecting" or (status == "waiting" and left > 0):
             await asyncio.sleep(_POLL_SECONDS)
+            left -= _POLL_SECONDS
         self.link_awaited.set()
 
     def end_requests(self) -> None:
