@@ -50,7 +50,7 @@ def test_a_worker_writes_to_the_log_at_debug_only(caplog: pytest.LogCaptureFixtu
         worker = process(program, pipe_limit=1000)
         await worker.start()
         await worker.wait()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while "a part of a request" not in caplog.text:
                 await asyncio.sleep(0.01)
 

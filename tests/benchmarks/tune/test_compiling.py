@@ -97,10 +97,11 @@ def test_a_plan_that_fails_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
 
 def test_what_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread compiles; the second plan has not begun when the time is over."""
-    released = Event()
+    begun, released = Event(), Event()
 
     def compile_one(_job: Job, _gpu: GpuTraits) -> str:
-        released.wait(30)
+        begun.set()
+        released.wait(120)
         return ""
 
     class Pool(ThreadPoolExecutor):
@@ -108,6 +109,7 @@ def test_what_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
             super().__init__(1)
 
         def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            assert begun.wait(120)  # the thread may not have taken the first plan yet
             super().shutdown(False, cancel_futures=cancel_futures)
             released.set()
             super().shutdown(wait)

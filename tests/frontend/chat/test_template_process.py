@@ -231,8 +231,9 @@ def test_json_of_deeply_nested_lists_is_stopped_and_others_are_rendered() -> Non
     )
 
 
-def test_body_of_the_greatest_size_stays_within_the_limit_of_memory() -> None:
+def test_body_of_the_greatest_size_stays_within_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A character outside of Latin-1 makes each of the others take four bytes."""
+    monkeypatch.setattr(template_process, "MAX_TICKS", 1000)  # a busy machine may take longer than is allowed
 
     async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
         text = "a" * (32 * 2**20 - 4) + "🙂"
@@ -250,7 +251,7 @@ def test_process_that_is_killed_between_conversations_is_an_error_of_the_log(
         process.start()
         if was_asked:
             await process.render(asked("a"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while process._connection is None:
                 await asyncio.sleep(0.01)
             assert process.pid is not None

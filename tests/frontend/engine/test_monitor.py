@@ -55,7 +55,7 @@ def listen(
 
     async def run() -> None:
         task = asyncio.create_task(EngineMonitor(watch, on_heartbeat, on_tick).run(subscriber))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not until():
                 await asyncio.sleep(0.001)
         task.cancel()

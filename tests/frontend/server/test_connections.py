@@ -161,7 +161,7 @@ def test_every_connection_is_checked_again_and_again() -> None:
             if peer is not peers[0]:
                 table.claim(peer)
         watch: asyncio.Task[Any] = asyncio.create_task(table.watch())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while min(len(peer.checks) for peer in peers) < 2:
                 await asyncio.sleep(0)
         watch.cancel()
@@ -177,7 +177,7 @@ def test_drain_tells_every_connection_a_few_in_each_turn_of_the_loop() -> None:
             table.add(peer)
         told = [0]
         drain = asyncio.create_task(table.drain(5.0, 3600.0))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while told[-1] < len(peers):
                 await asyncio.sleep(0)
                 told.append(sum(peer.grace == 5.0 for peer in peers))

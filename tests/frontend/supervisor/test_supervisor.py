@@ -303,10 +303,14 @@ def test_a_third_signal_kills_all_processes(tandem: Start) -> None:
     process = tandem(STREAMING, *SERVE[:-1], "60")
     with open_sequence(process):
         stop_process(process.child("tandem.frontend").pid)  # which ends nothing
-        for _ in range(3):
+        for line in (
+            "stopping: waiting up to 60 s",
+            "interrupted again: open requests end with an error",
+            "interrupted again: all processes that are left are killed",
+        ):
             process.process.send_signal(signal.SIGTERM)
+            process.find(line)
             time.sleep(2 * REPEATED_SIGNAL_SECONDS)
-        process.find("interrupted again: all processes that are left are killed")
         assert process.wait() == 130
 
 
