@@ -41,5 +41,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    try:
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        return False
     return set(states) == {"T"}

@@ -155,7 +155,7 @@ def test_a_read_error_names_file_and_byte_and_ends_all_threads(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, slots = opened(tmp_path)
-    preadv, before = os.preadv, threading.active_count()
+    preadv, before = os.preadv, set(threading.enumerate())
 
     def fails(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         if offset > 9000:
@@ -165,7 +165,7 @@ def test_a_read_error_names_file_and_byte_and_ends_all_threads(
     monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(ConfigError, match=rf"/model\.safetensors .*\bbyte \d+: {os.strerror(errno.EIO)}"):
         transfer(slots, checkpoint, threads=threads)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # one of an earlier test may end meanwhile
 
 
 def test_memory_that_the_kernel_does_not_read_into_is_distinguished_from_a_broken_file(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_reads_that_return_less_than_asked_for_go_on(tmp_path: Path, monkeypatch
 @pytest.mark.usefixtures("small_pieces")
 def test_an_interrupt_ends_all_threads(tmp_path: Path) -> None:
     checkpoint, slots = opened(tmp_path)
-    before = threading.active_count()
+    before = set(threading.enumerate())
 
     def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
@@ -203,7 +203,7 @@ def test_an_interrupt_ends_all_threads(tmp_path: Path) -> None:
     torch_threads = torch.get_num_threads()
     with pytest.raises(KeyboardInterrupt):
         transfer(slots, checkpoint, interrupt, threads=3)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # one of an earlier test may end meanwhile
     assert torch.get_num_threads() == torch_threads
 
 

@@ -30,6 +30,9 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give workers the grammars of fewer requests than are worth it."""
     monkeypatch.setattr(grammars_module, "CROWDED", 8)
     monkeypatch.setattr(grammars_module, "WORKERS_SHARE", 8)
+    # A busy machine may hold up a worker's start, or its answer, for seconds.
+    monkeypatch.setattr(link_module, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(link_module, "COMPILE_SECONDS", 120.0)
 
 
 def build(workers: int, pipeline: str = "on") -> DrivenEngine:

@@ -221,8 +221,8 @@ def test_descriptors_and_processes_do_not_stay(facts: WorkerFacts, masks: MaskMe
         started = WorkerLink.start(facts, masks)
         started.close()
         del started
-    assert descriptors() == before
-    assert {child.pid for child in psutil.Process().children()} == children
+    assert descriptors() <= before
+    assert {child.pid for child in psutil.Process().children()} <= children
 
 
 def test_descriptors_do_not_stay_where_a_start_fails(
@@ -232,7 +232,7 @@ def test_descriptors_do_not_stay_where_a_start_fails(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(FileNotFoundError):
         WorkerLink.start(facts, masks)
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_worker_without_a_tokenizer_reports_it(facts: WorkerFacts, masks: MaskMemory) -> None:

@@ -91,4 +91,4 @@ def test_descriptors_end_with_the_memory() -> None:
     assert ctypes.c_int32.from_address(address).value == 5, "mappings outlast the descriptors"
     del mapped, arrays
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
