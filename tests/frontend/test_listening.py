@@ -25,6 +25,7 @@ from tandem.frontend.listening import (
     raise_file_limit,
     url_of,
 )
+from tests.support.serving import free_port
 
 IN_USE = os.strerror(errno.EADDRINUSE)
 RAISE = """
@@ -109,9 +110,7 @@ def test_shared_address_is_refused_to_a_second_server(first: int, second: int, h
 
 
 def test_of_many_servers_that_start_at_once_on_one_port_one_is_let_in() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    barrier = threading.Barrier(8)
+    port, barrier = free_port(), threading.Barrier(8)
 
     def start() -> list[socket.socket]:
         barrier.wait(30)

@@ -13,6 +13,7 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get
 from tests.support.browser import answers, ask, ended, measures, open_page
 from tests.support.scripted_server import prompts, say
+from tests.support.serving import free_port
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -74,7 +75,8 @@ def test_the_header_says_that_the_server_is_gone_and_back(
     browser: "Browser", engine: FakeEngine, config: FrontendConfig
 ) -> None:
     engine.start()
-    first = RunningServer(config).start().ready()
+    port = free_port()
+    first = RunningServer(config, port).start().ready()
     with browser.new_context() as context:
         page = open_page(context, first.url)
         page.locator("#status", has_text="fake-model").wait_for()
@@ -83,7 +85,7 @@ def test_the_header_says_that_the_server_is_gone_and_back(
         page.locator("#status.bad", has_text="The server cannot be reached. Trying again.").wait_for()
         ask(page, "first")
         page.locator(".error", has_text="The server cannot be reached.").wait_for()
-        second = RunningServer(config, int(first.url.rsplit(":", 1)[1])).start().ready()
+        second = RunningServer(config, port).start().ready()
         try:
             page.locator("#status:not(.bad)", has_text="fake-model").wait_for()
             say(engine, "one")

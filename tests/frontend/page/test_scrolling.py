@@ -123,9 +123,9 @@ SCROLLS: dict[str, Callable[["Page"], object]] = {
 @pytest.mark.parametrize("how", SCROLLS)
 def test_a_reader_who_scrolls_up_is_left_there_until_they_are_back(how: str, page: "Page", engine: FakeEngine) -> None:
     page.evaluate(WATCH)
-    engine.step_seconds = 0.01
-    say(engine, "<think>" + "so\n" * 100 + "</think>" + "```\n" + "x\n" * 400)
-    page.get_by_label("Max tokens").fill("1500")
+    engine.step_seconds = 0.02  # half a minute in all, which outlives what a busy machine does meanwhile
+    say(engine, "<think>" + "so\n" * 100 + "</think>" + "```\n" + "x\n" * 650)
+    page.get_by_label("Max tokens").fill("1800")
     ask(page, "first")
     until(lambda: page.evaluate(TOP) > 300)
     assert followed(page)
