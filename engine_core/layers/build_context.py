@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
 from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.lora_linear import LoraSlots
@@ -97,8 +96,8 @@ class BuildContext:
 
         name: of the module in the text model, such as "model.layers.3.self_attn.qkv_proj"; parts: number of outputs of
         each part of a fused projection by the last component of its name, such as "q_proj". Consecutive parts with
-        equal schemes are merged, others run one by one; output_order: index in the checkpoint's order of each output of
-        the layer, for adapters; None: they are the same.
+        equal schemes are merged, unless they would share block scales; others run one by one; output_order: index in
+        the checkpoint's order of each output of the layer, for adapters; None: they are the same.
         """
         linear = self._linear(name, outputs, inputs, bias, parts)
         if self.lora is None or not name.startswith(BLOCKS):
@@ -113,13 +112,17 @@ class BuildContext:
         if parts is None or self.quantization is None:
             return self._build(self.scheme_for(name), name, outputs, inputs, bias)
         schemes = self.quantization.part_schemes(name, parts)
-        if all(scheme == schemes[0] for scheme in schemes):
+        is_whole = f"{name}.weight" in self.stored
+        merged: list[tuple[dict[str, int], Scheme | None]] = []
+        for (part, length), scheme in zip(parts.items(), schemes, strict=True):
+            if not merged or scheme != merged[-1][1] or not (is_whole or _ends_a_block(merged[-1][0], scheme)):
+                merged.append(({}, scheme))
+            merged[-1][0][part] = length
+        if len(merged) == 1:
             return self._build(schemes[0], name, outputs, inputs, bias)
-        found: list[tuple[dict[str, int], LinearWeights]] = []
-        for scheme, group in groupby(zip(parts.items(), schemes, strict=True), key=itemgetter(1)):
-            own = dict(part for part, _ in group)
-            found.append((own, self._build(scheme, name, sum(own.values()), inputs, bias)))
-        return SplitLinear(found, self.kernels)
+        return SplitLinear(
+            [(own, self._build(scheme, name, sum(own.values()), inputs, bias)) for own, scheme in merged], self.kernels
+        )
 
     def experts(
         self,
@@ -163,6 +166,11 @@ class BuildContext:
             return self.method_for(scheme).build(outputs, inputs, bias, self)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
+
+
+def _ends_a_block(parts: Mapping[str, int], scheme: Scheme | None) -> bool:
+    """Return whether the outputs of parts share no block scales with those that follow."""
+    return not (isinstance(scheme, EightBitScheme) and scheme.block and sum(parts.values()) % SCALE_ROWS)
 
 
 def _is_online(scheme: Scheme | None) -> bool:
