@@ -17,7 +17,8 @@ def unpack(words: Tensor) -> Tensor:
 
     words: [..., W] int32.
     """
-    pairs = words.contiguous().view(torch.uint8)
+    # Not `contiguous`, which keeps the strides of a dimension of one word.
+    pairs = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
 
 

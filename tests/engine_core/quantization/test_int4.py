@@ -29,6 +29,12 @@ def test_unpack_starts_with_the_lowest_nibble_of_each_word(words: Tensor) -> Non
     assert unpack(words).tolist() == by_word(words, tuple(range(8)))
 
 
+def test_a_column_of_words_is_unpacked() -> None:
+    """As zero points of eight outputs, one word for each group."""
+    words = torch.tensor([[5, -7]], dtype=torch.int32)
+    assert unpack(words.t()).tolist() == [by_word(word, tuple(range(8))) for word in words[0].view(2, 1)]
+
+
 @given(WORDS)
 def test_awq_words_are_in_its_order(words: Tensor) -> None:
     assert unpack_awq(words).tolist() == by_word(words, AWQ_ORDER)
