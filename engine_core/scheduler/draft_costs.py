@@ -8,6 +8,9 @@ VERIFY_SHARE, ROWS_PER_SHARE, PASS_SHARE = 0.08, 600, 0.2
 drafts of all rows that take as long as one more plain step, and the share of a plain step that a pass of a draft model
 takes."""
 
+MIN_MS = 1e-6
+"""Milliseconds that anything takes at least: durations are divided by."""
+
 
 class DraftCosts:
     """Table of milliseconds by rows and drafts at two lengths of context, with the passes of a draft model."""
@@ -17,18 +20,21 @@ class DraftCosts:
         table: Mapping[tuple[int, int], tuple[float, float]],
         contexts: tuple[int, int],
         token_ms: float = 0.0,
+        span_ms: float = 0.0,
     ) -> None:
         """Store the measurements.
 
         table: milliseconds of a step of some rows, with some number of drafts each, 0 for a plain step, at both
-        contexts; it has the same numbers of drafts for all rows; contexts: positions of each row, ascending; token_ms:
-        milliseconds of the draft model per position of a prompt.
+        contexts, of which the longer one takes at least as long; it has the same numbers of drafts for all rows;
+        contexts: positions of each row, ascending; token_ms, span_ms: milliseconds by which positions that the draft
+        model computes as a prompt prolong a step, for each and for all of them.
         """
-        self._table = dict(table)
+        self._table = {size: (max(short, MIN_MS), max(short, long, MIN_MS)) for size, (short, long) in table.items()}
         self._rows = sorted({rows for rows, _ in table})
         self._contexts = contexts
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
         self.token_ms = token_ms
+        self.span_ms = span_ms
 
     @classmethod
     def assumed(cls, sizes: tuple[int, ...], has_model: bool) -> "DraftCosts":
@@ -60,3 +66,11 @@ class DraftCosts:
             short, long = [at_low + (at_high - at_low) * share for at_low, at_high in pairs]
             self._lines[rows, drafts] = short, (long - short) / max(1, last - first)
         return self._lines[rows, drafts]
+
+    def catch_up_ms(self, positions: int) -> float:
+        """Return by how much a step takes longer if the draft model makes up for positions."""
+        return self.span_ms + positions * self.token_ms if positions else 0.0
+
+    def catch_up_positions(self, milliseconds: float) -> int:
+        """Return the number of positions that the draft model makes up for in a time."""
+        return int(max(0.0, milliseconds - self.span_ms) / max(self.token_ms, MIN_MS))

@@ -89,7 +89,7 @@ class DraftPolicy:
         context = sum([seq.num_scheduled_tokens for seq in sequences]) / rows
         plain = self.costs.milliseconds(padded, 0, context)
         gaps = self._gaps(drafting, padded)
-        catch_up = sum(gaps) * self.costs.token_ms / CATCH_UP_STEPS
+        catch_up = self.costs.catch_up_ms(sum(gaps)) / CATCH_UP_STEPS
         best, chosen = (1 + MIN_GAIN) * rows / plain, 0
         expected = float(rows)
         for index, survival in enumerate(self.acceptance.survival[:largest]):
@@ -108,11 +108,10 @@ class DraftPolicy:
         self._plain_ms += plain
         size, room = self.sizes[0], PROBE_SHARE * self._plain_ms
         room -= max(0.0, self.costs.milliseconds(rows, size, context) - plain)
-        needed = min(gaps, default=0)
-        if room < needed * self.costs.token_ms:
+        if room < self.costs.catch_up_ms(min(gaps, default=0)):
             return 0
         self._plain_ms = 0.0
-        self.max_catch_up = int(room / self.costs.token_ms) if self.costs.token_ms else None
+        self.max_catch_up = self.costs.catch_up_positions(room)
         self.acceptance.forget()
         return size
 
@@ -130,15 +129,16 @@ class DraftPolicy:
 
         verified: number of rows by their drafts and accepted drafts, as in `SchedulerUpdates.verified`. A row for
         which nothing repeats has none: its first counts as rejected. Rows for which the draft model lacks positions are
-        ignored. A fixed number of drafts does not depend on any.
+        ignored, unless no row has a draft: its logits may be NaN. A fixed number of drafts does not depend on any.
         """
         if self.fixed is not None:
             return
         most = len(self.acceptance.survival)
+        is_counted = not self.has_model or not any(count for count, _ in verified)
         tried, right = [0] * most, [0] * most
         for (count, good), rows in verified.items():
             if not count:
-                tried[0] += 0 if self.has_model else rows
+                tried[0] += rows * is_counted
             for index in range(min(good + 1, count)):
                 tried[index] += rows
             for index in range(good):

@@ -314,7 +314,7 @@ class Scheduler:
             # that it does not compute if these tokens are the last.
             scheduled = seq.num_scheduled_tokens + added - 1
             seq.num_scheduled_tokens = scheduled if scheduled < seq.total_len else seq.kv_len
-            if stats.max_drafts:
+            if stats.max_drafts and before + 1 < seq.total_len:  # The last token of a row has no draft.
                 verified.append((num_drafts, accepted))
                 stats.drafted += num_drafts
                 stats.accepted += accepted

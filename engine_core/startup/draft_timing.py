@@ -18,7 +18,7 @@ from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.scheduler.draft_costs import DraftCosts
-from tandem.engine_core.startup.step_timing import milliseconds
+from tandem.engine_core.startup.step_timing import milliseconds, without_outliers
 from tandem.engine_core.startup.warmup import GREEDY, run_step
 
 ROW_COUNTS = (1, 8, 32, 64, 128, 256)
@@ -26,8 +26,8 @@ ROW_COUNTS = (1, 8, 32, 64, 128, 256)
 CONTEXTS = (256, 4096)
 """Positions of each row; fewer if the model or the pool has no room for as many."""
 REPEATS = 3
-SPAN = 512
-"""Positions of a prompt of the draft model."""
+SPANS = (16, 512)
+"""Positions of prompts of the draft model."""
 
 
 @torch.inference_mode()
@@ -36,16 +36,19 @@ def measure_draft_costs(runtime: TorchRuntime, config: EngineConfig) -> DraftCos
     if not config.draft_sizes or runtime.speculator is None:
         return None
     contexts = tuple(sorted(min(length, max(2, config.max_len - 16)) for length in CONTEXTS))
-    token_ms = _time_span(runtime, config) if runtime.speculator.model is not None else 0.0
+    spans = _time_spans(runtime, config) if runtime.speculator.model is not None else (0.0, 0.0)
     graphs = runtime.graphs
     if graphs is None:
-        return DraftCosts(_time_steps(runtime, config), (contexts[0], contexts[1]), token_ms)
-    table: dict[tuple[int, int], tuple[float, float]] = {}
-    for rows in _row_counts(config):
-        short, long = (_time_graphs(runtime, graphs, config, rows, context) for context in contexts)
-        table |= {(rows, size): (time, long[size]) for size, time in short.items()}
+        return DraftCosts(_time_steps(runtime, config), (contexts[0], contexts[1]), *spans)
+    counts = _row_counts(config)
+    timed = [
+        {(rows, size): time for rows in counts for size, time in _time_graphs(runtime, graphs, config, rows, n).items()}
+        for n in contexts
+    ]
     _clear(runtime)
-    return DraftCosts(table, (contexts[0], contexts[1]), token_ms)
+    short, long = map(without_outliers, timed)
+    table = {size: (time, long[size]) for size, time in short.items()}
+    return DraftCosts(table, (contexts[0], contexts[1]), *spans)
 
 
 def _row_counts(config: EngineConfig) -> list[int]:
@@ -142,12 +145,28 @@ def _time_steps(runtime: TorchRuntime, config: EngineConfig) -> dict[tuple[int, 
     return table
 
 
-def _time_span(runtime: TorchRuntime, config: EngineConfig) -> float:
-    """Return the milliseconds of the draft model for a position of a prompt."""
-    length = min(SPAN, config.max_len - 1, config.max_step_tokens)
-    row = ScheduledSequence(-1, PADDING_ROW, 4)
+def _time_spans(runtime: TorchRuntime, config: EngineConfig) -> tuple[float, float]:
+    """Return by how many milliseconds positions that the draft model computes as a prompt prolong a step.
+
+    The first is for each of them, the second for all. They are computed without a graph. While the device computes the
+    step before, the host enqueues their kernels, so a graph is replayed first.
+    """
+    row, graphs = ScheduledSequence(-1, PADDING_ROW, 4), runtime.graphs
     plain = StepPlan.of(0, (row,), (NewSequence(-1, PADDING_ROW, 1, GREEDY),))
-    with_span = StepPlan.of(0, (row,))
-    with_span = structs.replace(with_span, draft_spans=(DraftSpan(-1, PADDING_ROW, 0, length),))
-    times = [_median(runtime, partial(run_step, runtime, 0, plan)) for plan in (plain, with_span)]
-    return max(0.0, times[1] - times[0]) / length
+
+    def run(plan: StepPlan) -> None:
+        if graphs is not None:
+            runtime.slots[0].device_inputs.zero_()
+            graphs.decode[0][graphs.rows[0]].forward.replay()
+        run_step(runtime, 0, plan)
+
+    lengths = [min(length, config.max_len - 1, config.max_step_tokens) for length in SPANS]
+    plans = [plain, *[structs.replace(StepPlan.of(0, (row,)), draft_spans=(_span(length),)) for length in lengths]]
+    alone, *with_spans = [_median(runtime, partial(run, plan)) for plan in plans]
+    short, long = [max(0.0, time - alone) for time in with_spans]
+    token_ms = max(0.0, long - short) / (lengths[1] - lengths[0]) if lengths[1] > lengths[0] else long / lengths[1]
+    return token_ms, max(0.0, short - lengths[0] * token_ms)
+
+
+def _span(length: int) -> DraftSpan:
+    return DraftSpan(-1, PADDING_ROW, 0, length)
