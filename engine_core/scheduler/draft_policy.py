@@ -18,7 +18,7 @@ from tandem.engine_core.sequence import Sequence
 
 PROBE_SHARE = 0.008
 """Share of the time of plain steps that may be spent on drafts to find out whether they are accepted again."""
-MODEL_MEMORY, NGRAM_MEMORY = 0.96, 0.75
+MODEL_MEMORY, NGRAM_MEMORY = 0.985, 0.75
 """Share of the weight of earlier steps that is left after a step. The acceptance of n-gram drafts changes faster: a
 text begins or ends to repeat."""
 MIN_GAIN = 0.01

@@ -21,7 +21,7 @@ def test_the_chosen_number_is_about_as_good_as_the_best(rows: int, probability: 
     simulation = Simulation(policy, rows, probability)
     simulation.run(100)
     found = simulation.run(steps)
-    assert found >= 0.975 * best_fixed(policy, rows, probability)[1]
+    assert found >= 0.98 * best_fixed(policy, rows, probability)[1]
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -40,7 +40,7 @@ def test_drafts_that_become_right_are_found_and_those_that_become_wrong_are_give
     slow = simulation.run(1500)
     assert slow > 1.3 / PLAIN[1]
     simulation.probability = 0.0
-    simulation.run(60)
+    simulation.run(120)
     assert simulation.run(1000) >= 0.99 / PLAIN[1]
 
 
