@@ -8,7 +8,6 @@ import os
 import random
 from collections import Counter
 
-import psutil
 from msgspec import structs
 
 from tandem.engine_core.models.decoder import Decoder
@@ -19,6 +18,7 @@ from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure
 from tandem.protocol.params import SamplingParams
+from tests.support.own_memory import own_bytes
 from tests.support.tiny_llama import CLIENT, VOCAB, Compared, Shape, TinyEngine, random_model
 
 STEPS = int(os.environ.get("TANDEM_SOAK_STEPS", "1200"))
@@ -100,7 +100,7 @@ class Overload:
 
 def bytes_at_rest() -> int:
     gc.collect()
-    return psutil.Process().memory_info().rss
+    return own_bytes()
 
 
 def test_overload_leaves_nothing_behind() -> None:

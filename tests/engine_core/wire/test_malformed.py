@@ -1,10 +1,8 @@
 """Hostile messages over real sockets: the engine, its log and its other frontends go on."""
 
 import logging
-import resource
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +14,7 @@ from tandem.protocol.sockets import connect_dealer
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.model import VOCAB
 from tests.support.malformed_messages import MalformedMessages
+from tests.support.own_memory import own_bytes
 from tests.support.recorded_engine import EPOCH
 from tests.support.wired_engine import WiredEngine
 from tests.support.zmq_context import ipc_context
@@ -33,10 +32,6 @@ def engine() -> Iterator[WiredEngine]:
         engine = WiredEngine(context, endpoint)
         yield engine
         engine.wakeup.close()
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def attack(engine: WiredEngine, messages: int, seed: int) -> None:
@@ -85,7 +80,7 @@ def test_malformed_messages_harm_nothing(engine: WiredEngine, seed: int, caplog:
 @pytest.mark.timeout(900)
 def test_100_000_malformed_messages_leave_no_memory_behind(engine: WiredEngine) -> None:
     attack(engine, 20_000, 0)
-    before = resident_bytes()
+    before = own_bytes()
     attack(engine, 100_000, 1)
     check_clean(engine)
-    assert resident_bytes() - before < 64 * 2**20
+    assert own_bytes() - before < 64 * 2**20
