@@ -34,13 +34,17 @@ class Asked:
 class Pair:
     """An engine with a prefix cache, and one without as the reference. Free pages are full of NaN."""
 
-    def __init__(self, folder: Path, **fields: Any) -> None:
+    def __init__(self, folder: Path, other: "Pair | None" = None, **fields: Any) -> None:
+        """Build the engines. other: pair of the same model, whose reference is used."""
         usual: dict[str, Any] = {"max_len": 512, "max_rows": 3, "kv_tokens": 2048, "pipeline": "on"} | fields
         options = EngineOptions(model=str(folder), device="cpu", dtype="float32", **usual)
         self.cached = DrivenEngine.build(options)
+        poison_free_pages(self.cached)
+        if other is not None:
+            self.plain, self._known = other.plain, other._known
+            return
         plain = {"max_len": 512, "max_rows": 1, "prefix_cache": "off", "kv_tokens": 1024}
         self.plain = DrivenEngine.build(EngineOptions(model=str(folder), device="cpu", dtype="float32", **plain))
-        poison_free_pages(self.cached)
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     @property
@@ -146,8 +150,8 @@ def test_matches_end_at_every_offset(pair: Pair) -> None:
         assert found.cached == (length - 1) // 16 * 16
 
 
-def test_a_row_that_is_used_again_begins_without_a_state(folder: Path) -> None:
-    pair = Pair(folder, max_rows=1)
+def test_a_row_that_is_used_again_begins_without_a_state(folder: Path, shared: Pair) -> None:
+    pair = Pair(folder, shared, max_rows=1)
     params = SamplingParams(50, temperature=0.0, ignore_eos=True)
     number = pair.cached.submit(prompt(40), params)
     for _ in range(8):
@@ -222,9 +226,9 @@ def test_turns_end_at_every_offset_of_a_page(pair: Pair, generated: int) -> None
     assert again.cached == (20 + generated - 2) // 16 * 16
 
 
-def test_turns_that_end_with_a_stop_token_have_a_zombie_step(folder: Path) -> None:
+def test_turns_that_end_with_a_stop_token_have_a_zombie_step(folder: Path, shared: Pair) -> None:
     """The step in flight at the end computes the stop token: it may fold the ring, and its row is used again."""
-    pair = Pair(folder, max_rows=1)
+    pair = Pair(folder, shared, max_rows=1)
     tokens = prompt(20)
     answer = pair.expected(tokens, 40)
     stops = [stop for stop, token in enumerate(answer) if answer.index(token) == stop]
@@ -250,9 +254,9 @@ def test_two_equal_prompts_at_once_compute_one(pair: Pair) -> None:
     assert [one.cached for one in found] == [0, 192, 192]
 
 
-def test_a_running_prompt_takes_the_checkpoint_that_another_saves(folder: Path) -> None:
+def test_a_running_prompt_takes_the_checkpoint_that_another_saves(folder: Path, shared: Pair) -> None:
     """The one of higher priority does not wait; the other finds its checkpoint while it runs."""
-    pair = Pair(folder, max_step_tokens=64, policy="priority")
+    pair = Pair(folder, shared, max_step_tokens=64, policy="priority")
     tokens = prompt(300)
     params = SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)
     first = pair.cached.submit(tokens, params)
@@ -266,8 +270,8 @@ def test_a_running_prompt_takes_the_checkpoint_that_another_saves(folder: Path) 
 
 
 @pytest.mark.parametrize("every", [3, 5, 7])
-def test_preempted_sequences_continue_from_their_own_checkpoints(folder: Path, every: int) -> None:
-    pair = Pair(folder, max_step_tokens=32)
+def test_preempted_sequences_continue_from_their_own_checkpoints(folder: Path, shared: Pair, every: int) -> None:
+    pair = Pair(folder, shared, max_step_tokens=32)
     pair.ask(prompt(100, seed=1), prompt(90, seed=2), tokens=40, preempt=every)
     assert pair.cached.engine.stats.preemptions > 4
     computed = pair.cached.engine.stats.iteration_tokens.total
@@ -291,8 +295,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_tokens_are_equal_with_and_without_the_cache(name: str, folder: Path) -> None:
-    pair = Pair(folder, **SCHEDULES[name])
+def test_tokens_are_equal_with_and_without_the_cache(name: str, folder: Path, shared: Pair) -> None:
+    pair = Pair(folder, shared, **SCHEDULES[name])
     system, other = prompt(90), prompt(45, seed=1)
     users = [prompt(length, seed=length) for length in (3, 33, 70)]
     for _ in range(2):
@@ -308,10 +312,10 @@ def test_the_time_of_a_copy_is_measured_at_the_start(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_few_slots_change_no_token_and_none_is_lost(slots: int, folder: Path) -> None:
+def test_few_slots_change_no_token_and_none_is_lost(slots: int, folder: Path, shared: Pair) -> None:
     """Equal, branching and continued prompts arrive while others run; some are cancelled at any moment."""
     with patch.object(kv_sizing, "MAX_STATE_SLOTS", slots):
-        pair = Pair(folder, max_step_tokens=48)
+        pair = Pair(folder, shared, max_step_tokens=48)
     assert pair.states.slots.total == slots
     rng, scheduler, mailbox = random.Random(slots), pair.cached.engine.scheduler, pair.cached.mailbox
     params = SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)
@@ -339,9 +343,9 @@ def test_few_slots_change_no_token_and_none_is_lost(slots: int, folder: Path) ->
     assert [pair.states.slots.acquire(-owner, 1) is not None for owner in range(1, slots + 1)] == [True] * slots
 
 
-def test_without_slots_tokens_are_equal_and_no_prompt_waits(folder: Path) -> None:
+def test_without_slots_tokens_are_equal_and_no_prompt_waits(folder: Path, shared: Pair) -> None:
     with patch.object(kv_sizing, "MAX_STATE_SLOTS", 0):
-        pair = Pair(folder)
+        pair = Pair(folder, shared)
     tokens = prompt(150)
     numbers = [pair.cached.submit(tokens, SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)) for _ in range(2)]
     pair.cached.engine.tick()

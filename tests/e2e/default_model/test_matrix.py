@@ -12,7 +12,7 @@ from benchmarks.matrix.scenarios import scenarios
 from benchmarks.matrix.server import Server
 from tandem.frontend.cli.bench.clients import Clients
 from tests.fakes.scripted_engine import Script
-from tests.support.serving import until
+from tests.support.serving import Serving, until
 from tests.support.tandem_with_fake_engine import SCRIPTED, write_tandem
 
 SCALE, STREAMS, ROWS = 64, 3, 4
@@ -28,10 +28,9 @@ def test_a_short_benchmark_matrix_completes_on_a_cpu(configuration: Configuratio
     assert Server([], tmp_path / "log").settings()["max_rows"] == ROWS
 
 
-def test_the_settings_of_a_real_engine_are_read_from_its_log(tmp_path: Path) -> None:
-    with Server(FLAGS, tmp_path / "log") as server:
-        settings = server.settings()
-    assert settings["max_rows"] == ROWS and settings["device"] == "cpu"
+def test_the_settings_of_a_real_engine_are_read_from_its_log(serving: Serving) -> None:
+    settings = Server([], serving.log).settings()
+    assert settings["max_len"] == 2048 and settings["device"] == "cpu"
 
 
 def test_a_short_benchmark_matrix_completes_with_a_scripted_engine(
