@@ -19,7 +19,7 @@ SHADOWS = ("random.py", "json.py", "typing.py", "frontend/__init__.py", "protoco
 
 
 def run(*command: object) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -49,7 +49,7 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", build, folder], cwd=source, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", build, folder], cwd=source, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.tar.gz")
