@@ -75,9 +75,11 @@ class TritonEightBitLinear(EightBitLinear):
         self.wide_scales: Tensor | None = None
         """Scales for a library matmul: of blocks of 128 x 128, or [1] per tensor with static inputs.
 
-        None: the checkpoint lacks such scales, or parts of a fused projection end within a block or have different
-        ones.
+        None: the first checkpoint lacked such scales, or parts of a fused projection end within a block or had
+        different ones. Later weights change the values only: CUDA graphs hold the matmul.
         """
+        self._is_planned = False
+        """True once the scales of a first checkpoint have decided on the matmul."""
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
         """Implement `UnfusedLinear.weight_slots`."""
@@ -87,7 +89,7 @@ class TritonEightBitLinear(EightBitLinear):
     def find_wide_scales(self) -> None:
         """Determine whether a library matmul can use the scales, once they are loaded.
 
-        Raises ConfigError if it cannot any more, after other weights.
+        The first weights decide. Raises ConfigError if it cannot use those of later ones.
         """
         found: Tensor | None = None
         if self.scheme.block is not None:
@@ -96,13 +98,13 @@ class TritonEightBitLinear(EightBitLinear):
         elif self.scheme.has_input_scale:
             found = self.scales[:1]
             spread = found.expand_as(self.scales)
-        if found is None or not torch.equal(spread, self.scales):
-            if self.wide_scales is not None:
+        fits = found is not None and torch.equal(spread, self.scales)
+        if not self._is_planned:
+            self._is_planned, self.wide_scales = True, found if fits else None
+        elif self.wide_scales is not None:
+            if found is None or not fits:
                 raise ConfigError("the scales need another matmul than those before, which CUDA graphs hold; restart")
-        elif self.wide_scales is None:
-            self.wide_scales = found
-        else:
-            self.wide_scales.copy_(found)  # CUDA graphs may hold it.
+            self.wide_scales.copy_(found)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Implement `QuantizedLinear.dequantized` in one launch."""

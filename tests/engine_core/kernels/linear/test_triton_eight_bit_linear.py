@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels
@@ -197,13 +198,43 @@ def test_few_rows_and_gpus_without_float8_keep_their_inputs(device: str) -> None
 
 
 def test_scales_of_whole_blocks_are_found_where_every_eighth_is_repeated(device: str) -> None:
-    found = linear(BLOCKS, H200, 272, device)
-    found.find_wide_scales()
-    assert found.wide_scales is None
-    found.scales.copy_(found.scales[::8].repeat_interleave(8, 0)[: found.scales.shape[0]])
+    other, found = linear(BLOCKS, H200, 272, device), linear(BLOCKS, H200, 272, device)
+    other.find_wide_scales()
+    assert other.wide_scales is None
+    found.scales.copy_(repeated(found.scales))
     found.find_wide_scales()
     assert found.wide_scales is not None
     assert torch.equal(found.wide_scales, found.scales[::8])
+
+
+def repeated(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales of whole blocks of 128 outputs."""
+    return scales[::8].repeat_interleave(8, 0)[: scales.shape[0]]
+
+
+def test_the_scales_of_later_weights_do_not_change_the_matmul(device: str) -> None:
+    wide, narrow = linear(BLOCKS, H200, 272, device), linear(BLOCKS, H200, 272, device)
+    unequal, equal = narrow.scales.clone(), repeated(narrow.scales)
+    for found, scales in ((wide, equal), (narrow, unequal)):
+        found.scales.copy_(scales)
+        found.find_wide_scales()
+    held = wide.wide_scales
+    assert held is not None and narrow.wide_scales is None
+    for scales in (equal, 2 * equal):  # Back and forth, as swaps do.
+        narrow.scales.copy_(scales)
+        narrow.find_wide_scales()
+        assert narrow.wide_scales is None
+        narrow.scales.copy_(unequal)
+        narrow.find_wide_scales()
+        wide.scales.copy_(scales)
+        wide.find_wide_scales()
+        assert wide.wide_scales is held and torch.equal(held, scales[::8])
+    wide.scales.copy_(unequal)
+    with pytest.raises(ConfigError):
+        wide.find_wide_scales()
+    wide.scales.copy_(equal)
+    wide.find_wide_scales()
+    assert wide.wide_scales is held and torch.equal(held, equal[::8])
 
 
 def close_bytes(found: QuantizedActivation, expected: QuantizedActivation) -> bool:
@@ -233,7 +264,7 @@ def test_a_wide_network_fuses_gate_and_quantization(
         apart = gate_up.apply_normed_quantized(*given)
         assert fused.called == (scheme is not BLOCKS)
         if scheme is BLOCKS:
-            gate_up.scales.copy_(gate_up.scales[::8].repeat_interleave(8, 0))
+            gate_up.scales.copy_(repeated(gate_up.scales))
             gate_up.find_wide_scales()
         rows, stream = gate_up.apply_normed_quantized(*given)
         expected, expected_stream = UnfusedLinear.apply_normed_quantized(gate_up, *given)
