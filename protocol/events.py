@@ -49,6 +49,10 @@ class ModelFacts(Struct, frozen=True, array_like=True):
     """Largest rank of an adapter."""
     weight_transfer: str = ""
     """Backend by which a trainer may send weights, nccl or gloo; "": it may not."""
+    draft_model: str = ""
+    """Name of the draft model; "": there is none."""
+    draft_weight_version: str = ""
+    """Version of the weights when it was loaded, which later ones leave as it is; "" if they cannot change."""
 
 
 class Limits(Struct, frozen=True, array_like=True):

@@ -197,17 +197,18 @@ def build_engine(
     costs = measure_costs(runtime, config, source.model, source.layout)
     draft_costs = measure_draft_costs(runtime, config)
     log.mark("timing of steps")
-    facts = _facts(config, source)
     switch = None
     if options.enable_weight_updates:
         switch = WeightSwitch(WeightsFile().version if active is None else active.version)
         status.weights = switch.facts
+    weight_version = "" if switch is None else switch.version.name
+    facts = _facts(config, source, weight_version)
     adapters = None
     if runtime.adapters is not None:
         place = parts.device.torch_device
         copies = SideCopies(place) if place.type == "cuda" else None
         given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
-        adapters = build_adapters(*given, "" if switch is None else switch.version.name)
+        adapters = build_adapters(*given, weight_version)
         log.mark("adapters")
     swaps, mark = None, UpdatedMark(updated_file)
     weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
@@ -467,8 +468,8 @@ def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...], recurrent: bo
     return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions, windows, config.max_lead, states)
 
 
-def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:
-    model, directory = source.model, source.directory
+def _facts(config: EngineConfig, source: ModelSource, weight_version: str) -> ModelFacts:
+    model, directory, draft = source.model, source.directory, source.draft
     tokenizer = directory / "tokenizer.json"
     fingerprint = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
     return ModelFacts(
@@ -487,4 +488,6 @@ def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:
         weight_transfer=transfer_backend(config.options, config.device),
         max_loras=config.max_adapters,
         max_lora_rank=config.options.max_lora_rank if config.max_adapters else 0,
+        draft_model="" if draft is None else draft.directory.resolve().name,
+        draft_weight_version="" if draft is None else weight_version,
     )

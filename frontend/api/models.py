@@ -19,7 +19,7 @@ from tandem.protocol.events import AdapterFacts, ModelFacts
 def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], anthropic: bool) -> dict[str, Any]:
     """Describe the model under one of its names, in OpenAI's or Anthropic's format."""
     if not anthropic:
-        return {
+        card = {
             "id": name,
             "object": "model",
             "created": model.created,
@@ -27,6 +27,7 @@ def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], 
             "max_model_len": model.max_len,
             "default_sampling_params": sampling_defaults,
         }
+        return card | ({"draft_model": _draft(model)} if model.draft_model else {})
     return {
         "type": "model",
         "id": name,
@@ -37,6 +38,12 @@ def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], 
         "max_input_tokens": model.max_len,
         "max_tokens": model.max_len,
     }
+
+
+def _draft(model: ModelFacts) -> dict[str, str]:
+    """Describe the draft model."""
+    version = {"weight_version": model.draft_weight_version} if model.draft_weight_version else {}
+    return {"id": model.draft_model} | version
 
 
 def _adapter_card(
@@ -59,8 +66,14 @@ _CARD = closed(
         "max_model_len": {"type": "integer"},
         "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
     },
-    # Of adapters: the folder, the model that it adapts, and the version of its weights when the adapter was loaded.
-    {"root": STRING, "parent": STRING, "weight_version": STRING},
+    # Of adapters: the folder, the model that it adapts, and the version of its weights when the adapter was loaded. The
+    # draft model has the same version.
+    {
+        "root": STRING,
+        "parent": STRING,
+        "weight_version": STRING,
+        "draft_model": closed({"id": STRING}, {"weight_version": STRING}),
+    },
 )
 _ANTHROPIC_CARD = closed(
     {

@@ -42,7 +42,8 @@ def mismatch(ready: Ready, ours: Fingerprints) -> str | None:
 
 def differ(before: ModelFacts, now: ModelFacts) -> bool:
     """Return True if a request for one engine's model may be invalid for the next one's."""
-    return structs.replace(before, created=0) != structs.replace(now, created=0)
+    older, newer = (structs.replace(facts, created=0, draft_weight_version="") for facts in (before, now))
+    return older != newer
 
 
 def _conflict(theirs: str, ours: str) -> bool:

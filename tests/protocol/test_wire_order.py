@@ -49,7 +49,7 @@ KeyUsage 8: name limit_requests remaining_requests limit_tokens remaining_tokens
 Launched 9: request_ids
 Limits: max_rows kv_tokens page_size max_step_tokens max_waiting max_concurrent max_queued_tokens
 ModelFacts: name vocab_size max_len end_ids tokenizer_fingerprint device dtype created template_fingerprint
-    weight_format kv_dtype
+    weight_format kv_dtype logprobs_mode max_loras max_lora_rank weight_transfer draft_model draft_weight_version
 Ready 0: protocol_version engine_epoch model limits adapters
 Refused 1: message
 Speculation: method max_drafts is_adaptive

@@ -310,6 +310,15 @@ def test_the_prefix_cache_is_emptied_on_request(folders: list[Path]) -> None:
     assert generate(trained) == expected(folders[0])
 
 
+@pytest.mark.parametrize(("enabled", "version"), [(True, "0"), (False, "")])
+def test_a_draft_model_has_the_version_of_the_start(folders: list[Path], enabled: bool, version: str) -> None:
+    options = EngineOptions(
+        model=str(folders[0]), speculate=f"model:{folders[1]}", enable_weight_updates=enabled, **SIZES
+    )
+    facts = DrivenEngine.build(options).engine.control.model
+    assert (facts.draft_model, facts.draft_weight_version) == (folders[1].name, version)
+
+
 def test_an_engine_without_the_flag_takes_no_updates(folders: list[Path]) -> None:
     trained = TrainedEngine(folders[0], enable_weight_updates=False)
     trained.pause()

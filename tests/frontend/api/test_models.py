@@ -70,6 +70,21 @@ def test_an_adapter_has_the_version_of_the_weights_that_it_was_loaded_for(
     assert all("weight_version" not in cards[name] for name in ("poems", "one", "two"))
 
 
+@pytest.mark.parametrize("version", ["", "step-2"])
+def test_a_draft_model_has_the_version_of_the_weights_that_it_was_loaded_for(
+    engine: FakeEngine, config: FrontendConfig, version: str
+) -> None:
+    engine.facts = structs.replace(engine.facts, draft_model="small", draft_weight_version=version)
+    engine.start()
+    running = RunningServer(config).start().ready()
+    try:
+        expected = {"id": "small", **({"weight_version": version} if version else {})}
+        assert [card["draft_model"] for card in get(running.url + "/v1/models").json()["data"]] == [expected]
+        assert "draft_model" not in get(running.url + "/v1/models", headers=VERSION).json()["data"][0]
+    finally:
+        running.stop()
+
+
 def test_every_route_takes_the_names_of_the_model(named: RunningServer) -> None:
     for path, body in BODIES.items():
         for name, status in (("one", 200), ("two", 200), ("fake-model", 404), ("*", 404)):

@@ -3,8 +3,9 @@
 import re
 
 import pytest
+from msgspec import structs
 
-from tandem.frontend.engine.compatibility import Fingerprints, mismatch
+from tandem.frontend.engine.compatibility import Fingerprints, differ, mismatch
 from tandem.protocol.events import Limits, ModelFacts, Ready
 from tandem.protocol.version import PROTOCOL_VERSION
 
@@ -39,3 +40,9 @@ def test_an_empty_fingerprint_fits_any(theirs: Ready, ours: Fingerprints) -> Non
 )
 def test_what_differs_is_named(theirs: Ready, reason: str) -> None:
     assert re.search(reason, mismatch(theirs, Fingerprints("a", "b")) or "")
+
+
+def test_an_engine_whose_draft_model_was_loaded_for_other_weights_has_the_same_model() -> None:
+    before = structs.replace(ready("a", "b").model, draft_model="small", draft_weight_version="0")
+    assert not differ(before, structs.replace(before, draft_weight_version="1"))
+    assert differ(before, structs.replace(before, draft_model="other"))
