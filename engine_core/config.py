@@ -407,6 +407,8 @@ def _check_switches(options: EngineOptions, model: ModelShape) -> None:
          f"--speculate {options.speculate}", "only n-gram drafts are found by matches; leave the lengths out"),
         (options.speculate != "off" and options.graph_rows == "off", f"--speculate {options.speculate}",
          "--graph-rows off", "steps that verify drafts run as CUDA graphs; leave --graph-rows out"),
+        (options.swap_copy and not options.enable_weight_updates, "--swap-copy", "no --enable-weight-updates",
+         "no checkpoint is staged; add that flag, or leave this one out"),
         (options.synthetic_acceptance is not None and options.developer == "off",
          f"--synthetic-acceptance {options.synthetic_acceptance or 0:g}", "--developer off",
          "drafts would be accepted whatever the model says; benchmarks need --developer on"),

@@ -321,6 +321,9 @@ class CheckpointStager(Protocol):
     def cancel(self) -> None:
         """End the work in progress, if there is some."""
 
+    def release(self) -> None:
+        """Give up what is kept of a checkpoint that is no longer staged. Idempotent."""
+
     def progress(self) -> int:
         """Return the percentage that was read."""
 

@@ -158,6 +158,7 @@ class WeightSwaps:
         self.problem = problem
         if not is_staged:
             self._state, self._command = "idle", None
+            self.stager.release()
         self._reply(problem, command)
 
     def _cancel(self) -> str:
@@ -171,6 +172,7 @@ class WeightSwaps:
         if self._state == "staging":
             self._end("the swap was cancelled")
         self._state, self._command = "idle", None
+        self.stager.release()
         return ""
 
     def _reply(self, problem: str, command: SwapWeights | None = None) -> None:

@@ -371,6 +371,13 @@ class EngineOptions(Struct, frozen=True):
         bool,
         EngineFlag("let operators and trainers replace the weights of a running engine"),
     ] = False
+    swap_copy: Annotated[
+        bool,
+        EngineFlag(
+            "copy a staged checkpoint into memory: its files may change before its weights are loaded, which then are "
+            "not read from the disk"
+        ),
+    ] = False
     weight_update_hosts: Annotated[
         str,
         EngineFlag(

@@ -81,6 +81,7 @@ L5_NAMES = (
             "weight_updates",
             "stage_checkpoint",
             "checkpoint_stager",
+            "checkpoint_copy",
             "weights",
             "sleep",
             "sleep_ranges",

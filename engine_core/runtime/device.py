@@ -312,17 +312,18 @@ def _available() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cgroup_room() -> int:
-    """Return the bytes that a container's memory limit leaves.
+def _cgroup_room(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that a container's memory limit leaves, with page cache that was not used lately.
 
     Without a limit, return `sys.maxsize`.
     """
-    folder = Path("/sys/fs/cgroup")
     try:
-        limit, used = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
+        limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return sys.maxsize
-    return sys.maxsize if limit == "max" else max(0, int(limit) - int(used))
+    used -= int(fields.get("inactive_file", 0))
+    return sys.maxsize if limit == "max" else max(0, int(limit) - used)
 
 
 def read_gpu_traits() -> GpuTraits:

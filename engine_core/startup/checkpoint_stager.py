@@ -10,6 +10,7 @@ from threading import Thread
 from msgspec import Struct
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.startup.checkpoint_copy import CheckpointCopy
 
 PROGRAM = "tandem.engine_core.startup.stage_checkpoint"
 
@@ -30,10 +31,19 @@ class ProcessStager:
     A broken file, or one too large for memory, so cannot harm the engine.
     """
 
-    def __init__(self, base: Path, wake: Callable[[], None]) -> None:
-        """Start nothing. base: folder of the engine's model; wake: called at the end of each process."""
+    def __init__(
+        self, base: Path, wake: Callable[[], None], *, keeps_copy: bool = False, parent: Path | None = None
+    ) -> None:
+        """Start nothing.
+
+        base: folder of the engine's model; wake: called at the end of each process; keeps_copy: True to copy what is
+        staged (--swap-copy); parent: as in `CheckpointCopy.create`.
+        """
         self.base = base
         self.wake = wake
+        self.keeps_copy = keeps_copy
+        self.parent = parent
+        self._copy: CheckpointCopy | None = None
         self._run = StagerRun(None)
         self._stamps: dict[str, Stamp] = {}
 
@@ -44,14 +54,26 @@ class ProcessStager:
 
     def start(self, path: str) -> None:
         self.cancel()
+        self.release()
         self._stamps = {path: folder_stamp(Path(path))}
         command = [sys.executable, "-m", PROGRAM, str(self.base), path]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
+            inherited: tuple[int, ...] = ()
+            if self.keeps_copy:
+                self._copy = CheckpointCopy.create(Path(path), self.parent)
+                command, inherited = [*command, str(self._copy.path)], self._copy.descriptors
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment, errors="replace"
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                errors="replace",
+                pass_fds=inherited,
             )
         except OSError as error:
+            self.release()
             self._run = StagerRun(None, 0, f"the process that stages checkpoints could not be started: {error}")
             return
         self._run = StagerRun(process)
@@ -67,11 +89,22 @@ class ProcessStager:
     def result(self) -> str | None:
         return self._run.result
 
-    def check_unchanged(self, path: str) -> None:
-        """Raise ConfigError if the files of a checkpoint have changed since it was staged."""
+    def release(self) -> None:
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
+
+    def staged_folder(self, path: str) -> Path:
+        """Return the folder to load a staged checkpoint from: its own, or that of the copy.
+
+        Raises ConfigError if its files have changed since it was staged, unless there is a copy.
+        """
+        if self._copy is not None:
+            return self._copy.path
         stamp = self._stamps.get(path)
         if not stamp or stamp != folder_stamp(Path(path)):
             raise ConfigError(f"the files in {path} have changed since they were staged; stage them again")
+        return Path(path)
 
     def _follow(self, run: StagerRun, process: subprocess.Popen[str]) -> None:
         reason = ""

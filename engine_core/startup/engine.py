@@ -213,7 +213,8 @@ def build_engine(
     swaps, mark = None, UpdatedMark(updated_file)
     weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
     if switch is not None and active is not None:
-        swaps = build_swaps(switch, source, active, weights, weights_file, mailbox.wake, mark.clear)
+        given_swaps = switch, source, active, weights, weights_file, mailbox.wake, mark.clear
+        swaps = build_swaps(*given_swaps, keeps_copy=options.swap_copy)
     sleep, is_updated = None, False
     if ranges is not None:
         draft = (

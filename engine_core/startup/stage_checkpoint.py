@@ -1,7 +1,8 @@
 """Program that checks a checkpoint before a swap, and reads it into the page cache.
 
-Usage: `python -m tandem.engine_core.startup.stage_checkpoint BASE FOLDER`. It writes `percent N` lines to stdout, and
-exits with 0, or with 1 after a line with the reason why the weights of FOLDER cannot take the place of those of BASE.
+Usage: `python -m tandem.engine_core.startup.stage_checkpoint BASE FOLDER [COPY]`. It writes `percent N` lines to
+stdout, and exits with 0, or with 1 after a line with the reason why the weights of FOLDER cannot take the place of
+those of BASE. COPY: folder of a `CheckpointCopy`, which is filled, and checked in place of FOLDER.
 """
 
 import hashlib
@@ -26,9 +27,10 @@ from tandem.engine_core.loader.regular_file import open_regular
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.loader.source_file import SourceFile, memory_of
 from tandem.engine_core.models.registry import open_checkpoint, read_config
+from tandem.engine_core.runtime.device import CpuDevice
+from tandem.engine_core.startup.checkpoint_copy import CHUNK_BYTES, TEMPLATES, fill_copy
 from tandem.protocol.model_folder import template_fingerprint
 
-CHUNK_BYTES = 2**23
 _SCALES = ("scale", "scales", "scale_inv", "scale_2", "global_scale", "scale_weight")
 """Last parts of the names of scales."""
 _FREE = (*IGNORED_SUFFIXES, *(f".self_attn.{name}" for name in (*KEY_NAMES, *VALUE_NAMES)))
@@ -43,7 +45,7 @@ def check_files(folder: Path) -> None:
 
     Raises ConfigError that names a pipe, socket, device, folder, or link to nothing: reading a pipe would never end.
     """
-    for path in sorted((*folder.iterdir(), *folder.glob("additional_chat_templates/*"))):
+    for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
         if path.suffix in _READ:
             try:
                 os.close(open_regular(str(path)))
@@ -150,11 +152,10 @@ def main() -> int:
     parent = os.getppid()
     os.nice(10)
     logging.disable(logging.WARNING)
-    base, folder = map(Path, sys.argv[1:])
+    base, folder, *copies = map(Path, sys.argv[1:])
     try:
-        check_swap(base, folder)
         shown = -1
-        for percent in read_through(folder):
+        for percent in _stage(base, folder, copies[0] if copies else None):
             if os.getppid() != parent:
                 return 1  # The engine is gone.
             if percent != shown:
@@ -164,12 +165,25 @@ def main() -> int:
         return _give_up()
     except Exception as error:  # Whatever a file makes a parser raise is a reason.
         text = str(error) if isinstance(error, ConfigError | OSError) else f"{type(error).__name__}: {error}"
+        for copy in copies:
+            text = text.replace(str(copy), str(folder))
         try:
             print(" ".join(text.split()), flush=True)
         except BrokenPipeError:
             return _give_up()
         return 1
     return 0
+
+
+def _stage(base: Path, folder: Path, copy: Path | None) -> Iterator[int]:
+    """Check a checkpoint and read it, or make its copy and check that; yield the percentage that was read."""
+    if copy is None:
+        check_swap(base, folder)
+        yield from read_through(folder)
+    else:
+        check_files(folder)
+        yield from fill_copy(folder, copy, CpuDevice().free_bytes())
+        check_swap(base, copy)
 
 
 def _give_up() -> int:

@@ -52,20 +52,27 @@ def build_swaps(
     file: Path | None,
     wake: Callable[[], None],
     on_swap: Callable[[], None],
+    *,
+    keeps_copy: bool,
 ) -> WeightSwaps:
     """Join what swaps need.
 
     file: where the weights are noted for the next engine; wake: ends a wait of the loop; on_swap: called once other
-    weights of a folder serve.
+    weights of a folder serve; keeps_copy: True to copy what is staged (--swap-copy).
     """
-    stager = ProcessStager(source.directory, wake)
+    parent = None if file is None else file.parent
+    stager = ProcessStager(source.directory, wake, keeps_copy=keeps_copy, parent=parent)
 
     def load(path: str, progress: Progress) -> None:
         try:
-            stager.check_unchanged(path)
+            folder = stager.staged_folder(path)
         except ConfigError as error:
             raise WeightsError(str(error), is_intact=True) from None
-        weights.swap(Path(path), Path(swaps.active_path) if swaps.active_path else None, source.model, progress)
+        active = Path(swaps.active_path) if swaps.active_path else None
+        try:
+            weights.swap(folder, active, source.model, progress)
+        except WeightsError as error:
+            raise WeightsError(str(error).replace(str(folder), path), is_intact=error.is_intact) from error
 
     def save(path: str, version: str) -> None:
         try:

@@ -142,6 +142,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "--speculate ngram and --graph-rows off ",
     ),
     ({"speculate_tokens": 8}, "--speculate-tokens 8: .* 1 to 7"),
+    ({"swap_copy": True}, "--swap-copy and no --enable-weight-updates "),
     ({"speculate_tokens": 3}, "--speculate-tokens 3 and --speculate off "),
     (
         {"speculate": "model:small", "speculate_max_match": 5},

@@ -83,6 +83,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_while_serving_continues() -> 
     (answer,) = bench.answers
     assert (answer.call, answer.ok, answer.message) == (5, False, "the architecture is another")
     assert bench.swaps.facts == SwapFacts("idle", "", 0, "/base", "0", "the architecture is another")
+    assert bench.stager.num_released == 1
     bench.finish()
     assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 20, frozenset())
     assert bench.saved == []
@@ -94,9 +95,11 @@ def test_a_staged_checkpoint_is_activated_by_a_second_swap() -> None:
     bench.stage("")
     (answer,) = bench.answers
     assert answer.ok and answer.swap is not None and answer.swap.state == "staged"
+    assert not bench.stager.num_released
     bench.say(SwapWeights(6, "/new", version="step-200"))
     for _ in range(3):
         bench.engine.tick()
+    assert bench.stager.num_released == 1
     assert bench.stager.paths == ["/new"]
     assert bench.answers[1:] == [Answer(6, True, swap=SwapFacts("idle", "", 0, "/new", "step-200"))]
 
@@ -125,6 +128,7 @@ def test_a_swap_is_cancelled_in_any_state(state: str) -> None:
     for _ in range(2):
         bench.engine.tick()
     assert bench.swaps.facts.state == "idle"
+    assert bench.stager.num_released
     answers = {answer.call: answer.ok for answer in bench.answers}
     assert answers == {5: state == "staged", 6: True}
     bench.finish()

@@ -6,7 +6,7 @@ class FakeStager:
 
     def __init__(self) -> None:
         self.paths: list[str] = []
-        self.num_cancelled = 0
+        self.num_cancelled = self.num_released = 0
         self.outcome: str | None = None
 
     def start(self, path: str) -> None:
@@ -15,6 +15,9 @@ class FakeStager:
 
     def cancel(self) -> None:
         self.num_cancelled += 1
+
+    def release(self) -> None:
+        self.num_released += 1
 
     def progress(self) -> int:
         return 100 if self.outcome == "" else 40

@@ -1,6 +1,8 @@
 """A GPU is refused or accepted by its traits."""
 
 import ast
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ from msgspec import structs
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.runtime import device as devices
-from tandem.engine_core.runtime.device import CpuDevice
+from tandem.engine_core.runtime.device import CpuDevice, _cgroup_room
 from tandem.engine_core.startup import device as startup
 from tandem.engine_core.startup.device import CpuParts, CudaParts
 from tests.fakes.gpus import A100, H200, L4, SUPPORTED, T4, GpuTraits
@@ -78,3 +80,12 @@ def test_only_one_function_asks_cuda_for_the_kind_of_device() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("get_device_properties", "get_device_capability")
     }
     assert asking == {"tandem.engine_core.runtime.device"}
+
+
+def test_page_cache_of_a_container_counts_as_free(tmp_path: Path) -> None:
+    assert _cgroup_room(tmp_path) == sys.maxsize
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 300\nfile 600\ninactive_file 500\n")
+    for limit, room in (("1000\n", 600), ("300\n", 0), ("max\n", sys.maxsize)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert _cgroup_room(tmp_path) == room

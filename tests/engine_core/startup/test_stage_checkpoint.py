@@ -228,11 +228,11 @@ def test_process_stages_a_checkpoint(pair: tuple[Path, Path]) -> None:
     stager.start(str(new))
     assert staged(stager, done) == ""
     assert stager.progress() == 100
-    stager.check_unchanged(str(new))
+    stager.staged_folder(str(new))
     change(new, lambda tensors: tensors["model.norm.weight"].zero_())
     os.utime(new / "model.safetensors", ns=(1, 1))
     with pytest.raises(ConfigError):
-        stager.check_unchanged(str(new))
+        stager.staged_folder(str(new))
 
 
 def test_a_broken_file_is_a_reason(pair: tuple[Path, Path]) -> None:
