@@ -259,7 +259,8 @@ class Control:
         if not isinstance(command, InitWeightTransfer) and self.sleep.takes_weights:
             return Answer(call, False, _ASLEEP)
         is_paused = self.pause.holds_rows or (self.pause.mode == "wait" and not self.scheduler.num_begun)
-        is_paused = is_paused or self.sleep.holds_rows
+        # Asleep, or without complete weights, it computes nothing either.
+        is_paused = is_paused or self.sleep.holds_rows or bool(self.weights.problem)
         if not isinstance(command, InitWeightTransfer) and not is_paused:
             return Answer(call, False, "the engine runs; pause it before an update of its weights")
 

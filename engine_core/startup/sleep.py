@@ -63,14 +63,14 @@ def build_sleep(
         else:
             load_weights(draft, open_checkpoint(source.draft.directory, source.draft.model))
 
-    tables = _tables(ranges.weights, models)
+    tables = tables_of(ranges.weights, models)
     device.release_unused()
     logger.info("a sleep releases %d bytes of weights and %d of KV", ranges.weights.num_bytes, ranges.cache.num_bytes)
     given = backup, tables, device.free_bytes, device.release_unused, reload, reload_draft
     return SleepSwitch(SleepingMemory(ranges.weights, ranges.cache, *given))
 
 
-def _tables(memory: DeviceMemory, models: list[Model]) -> list[int]:
+def tables_of(memory: DeviceMemory, models: list[Model]) -> list[int]:
     """Return the indices of the tensors that no checkpoint fills, such as tables of positions.
 
     A checkpoint fills each parameter whole that has a required slot (`loader.fit`).

@@ -1,6 +1,7 @@
 """A model run over several sequences at once through a shuffled paged pool, as a runtime would run it."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.memory.device_memory import AllocatedIn, DeviceMemory
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model, open_checkpoint, read_config
 from tandem.engine_core.quantization.quantization import Quantization
@@ -26,12 +28,14 @@ def load(
     dtype: torch.dtype = torch.float32,
     max_positions: int | None = None,
     quantization: Quantization | None = None,
+    memory: DeviceMemory | None = None,
 ) -> Model:
-    """Load a checkpoint in its own quantization, or a given one."""
+    """Load a checkpoint in its own quantization, or a given one. memory: of the weights, None for torch's own."""
     config = read_config(directory)
     checkpoint = open_checkpoint(directory, config)
     context = torch_build_context(torch.device("cpu"), dtype, quantization or config.quantization)
-    model = build_model(config, context, max_positions, checkpoint)
+    with nullcontext() if memory is None else AllocatedIn(memory, context.device):
+        model = build_model(config, context, max_positions, checkpoint)
     load_weights(model, checkpoint)
     return model
 

@@ -1,4 +1,4 @@
-"""Swaps to another quantized checkpoint and back give the logits of fresh loads, in the same storage."""
+"""Swaps to another quantized checkpoint and back, and a sleep, give the logits of fresh loads, in the same storage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +10,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.memory.backup import FileBackup
+from tandem.engine_core.memory.host_memory import HostMemory
+from tandem.engine_core.memory.sleeping_memory import SleepingMemory
 from tandem.engine_core.models.registry import Model, read_config
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.startup.model_weights import ModelWeights
+from tandem.engine_core.startup.sleep import tables_of
 from tandem.engine_core.startup.stage_checkpoint import check_swap
 from tests.engine_core.layers.quantized import test_mixed_checkpoints
 from tests.engine_core.layers.quantized.test_checkpoints import SHAPES, USUAL
@@ -112,14 +116,15 @@ def places(model: Model) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_swap_and_back_equals_fresh_loads_in_the_same_storage(name: str, tmp_path: Path) -> None:
+def test_a_swap_and_back_and_a_sleep_equal_fresh_loads_in_the_same_storage(name: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for seed, folder in enumerate((first, second)):
         CASES[name](folder, seed)
     turn_groups(second)
     check_swap(first, second)
     quantization = Quantization(ONLINE_FP8) if name.endswith("fp8 at load") else None
-    model = load(first, quantization=quantization)
+    memory = HostMemory()
+    model = load(first, quantization=quantization, memory=memory)
     expected = {first: logits(model), second: logits(load(second, quantization=quantization))}
     assert not torch.equal(expected[first], expected[second])
     config = read_config(first)
@@ -134,8 +139,18 @@ def test_a_swap_and_back_equals_fresh_loads_in_the_same_storage(name: str, tmp_p
     before = places(model)
     held = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model).values()}
     kept = [slot for slot in model.weight_slots() if slot.name.endswith((".weight", "weight_packed", "qweight"))]
-    assert held >= {slot.parameter.untyped_storage().data_ptr() for slot in kept}
+    addresses = {slot.parameter.untyped_storage().data_ptr() for slot in kept}
+    assert held >= addresses and {tensor.data_ptr() for tensor in memory.tensors} >= addresses
     for folder in (second, first):
         weights.swap(folder, None, config)
         assert torch.equal(logits(model), expected[folder])
         assert places(model) == before
+    tables = tables_of(memory, [model])
+    sleeping = SleepingMemory(
+        memory, HostMemory(), FileBackup(), tables, lambda: 2**40, lambda: None, lambda: True, lambda: None
+    )
+    sleeping.release(["weights"], keep_weights=False)
+    sleeping.restore(["weights"])
+    weights.load(first, config)
+    assert torch.equal(logits(model), expected[first])
+    assert places(model) == before
