@@ -62,7 +62,9 @@ class InlineLink(WorkerLink):
         super().__init__(channel, NoConnection(), self.process, clock)  # type: ignore[arg-type]
         self.grammars = grammars
         self.compiled: list[str] = []
-        self.worker = Worker(theirs, MappedMasks(masks.fds, 4 * -(-grammars.vocab_size // 32), grammars.end_ids), clock)
+        self.worker = Worker(
+            theirs, MappedMasks(masks.fds, 4 * -(-grammars.vocab_size // 32), grammars.end_ids), clock, clock
+        )
         self.inline = channel
         channel.do_next = self.worker.do_next
 

@@ -44,8 +44,8 @@ from tandem.engine_core.contracts import NO_TOKEN, PENDING_TOKEN
 from tandem.engine_core.errors import RequestError
 
 SLOW_SECONDS = 0.05
-"""Total time of a matcher's slow masks, in seconds, after which its grammar returns to the engine, which enforces the
-budgets of requests and keys. As in the engine, masks up to FREE_SECONDS are free and pay off earlier ones. Masks of
+"""CPU time of a matcher's slow masks in total, in seconds, after which its grammar returns to the engine. That enforces
+the budgets of requests and keys. As in the engine, masks up to FREE_SECONDS are free and pay off earlier ones. Masks of
 ordinary grammars take a few milliseconds while their tables are cold."""
 BATCH_SECONDS = 0.1
 """Time limit of a batch, in seconds, after which its remaining masks are refused and computed by the engine."""
@@ -58,14 +58,24 @@ SWITCH_SECONDS = 0.0005
 class Worker:
     """Execute operations on matchers by slot and grammars by number."""
 
-    def __init__(self, channel: Channel, masks: MappedMasks, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        masks: MappedMasks,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         """Keep the parts of a worker.
 
-        clock: seconds, measures masks and batches.
+        clock: seconds, measures masks and batches; cpu_clock: CPU time in seconds of the calling thread, measures masks
+        that seem slow.
         """
         self.channel = channel
         self.masks = masks
         self.clock = clock
+        self.cpu_clock = cpu_clock
+        self._cpu_since = 0.0
+        """CPU time at the beginning of the batch, or after the last mask that seemed slow."""
         self.grammars: dict[int, LLMatcher] = {}
         """Initial matcher by grammar number; the compiling thread adds entries."""
         self._matchers: dict[int, LLMatcher] = {}
@@ -95,6 +105,7 @@ class Worker:
         """
         matchers, channel, clock = self._matchers, self.channel, self.clock
         self._written = written = []
+        self._cpu_since = self.cpu_clock()
         since, num_masks, num_flagged = clock(), 0, 0
         give_up = since + BATCH_SECONDS
         for kind, slot, value in zip(operations[0::3], operations[1::3], operations[2::3], strict=True):
@@ -182,6 +193,10 @@ class Worker:
         matcher = self._matchers[slot]
         matcher.unsafe_compute_mask_ptr(self.masks.address(index), self.masks.row_bytes)
         took, debt = self.clock() - start, self._debts.get(slot, 0.0)
+        if took > FREE_SECONDS:
+            # On a loaded machine most of it may be the time of other processes.
+            cpu = self.cpu_clock()
+            took, self._cpu_since = min(took, cpu - self._cpu_since), cpu
         if took > FREE_SECONDS or debt:
             self._debts[slot] = debt = debt + took if took > FREE_SECONDS else max(0.0, debt + took - FREE_SECONDS)
         if debt > SLOW_SECONDS:

@@ -187,7 +187,8 @@ def test_a_refused_mask_is_made_here_from_then_on(
     token = grammars.prepare().tokenize_str("b")[0]
     for _ in range(3):
         assert remote.consume_token(token) and alone.consume_token(token)
-    follower.link.worker.clock = StepClock(step)
+    worker, clock = follower.link.worker, StepClock(step)
+    worker.clock = worker.cpu_clock = clock
     assert follower.mask(remote) == mask_of(alone._matcher, WORDS)
     assert remote.local is not None and not follower.link.is_lost
     assert grammar.is_spent, "no further matcher is given to it"

@@ -80,7 +80,7 @@ def build_sides() -> Sides:
     masks = memory.allocate(ROWS, WORDS)
     engine, theirs = (Channel(map_memory(memory_fd), wake_fd) for _ in range(2))
     os.close(memory_fd)
-    return Sides(engine, Worker(theirs, MappedMasks(memory.fds, 4 * WORDS), clock), masks, clock)
+    return Sides(engine, Worker(theirs, MappedMasks(memory.fds, 4 * WORDS), clock, clock), masks, clock)
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +181,21 @@ def test_a_mask_that_is_not_slow_is_written(sides: Sides) -> None:
     slow(sides, 1, 0.99 * SLOW_SECONDS)
     sides.do((OPEN, 1, 1), (MASK, 1, 0))
     assert sides.engine.has_mask[1] and (sides.masks[0] == -1).all()
+
+
+def test_time_of_other_processes_makes_no_grammar_slow(sides: Sides) -> None:
+    """It counts for the batch alone, whose other masks the engine needs soon."""
+    cpu = sides.worker.cpu_clock = FakeClock()
+    sides.worker.grammars[1] = cast("LLMatcher", SlowMatcher((sides.clock, 10 * SLOW_SECONDS), (cpu, 0.0001)))
+    sides.do((OPEN, 1, 1), (OPEN, 2, 1))
+    for _ in range(3):
+        sides.do((MASK, 1, 1), (MASK, 2, 2))
+        assert [sides.engine.has_mask[slot] for slot in (1, 2)] == [True, False]
+    sides.worker.grammars[3] = cast("LLMatcher", SlowMatcher((sides.clock, 10 * SLOW_SECONDS), (cpu, SLOW_SECONDS)))
+    sides.do((OPEN, 3, 3))
+    for expected in (True, False):
+        sides.do((MASK, 3, 3))
+        assert sides.engine.has_mask[3] == expected
 
 
 def test_costly_masks_of_a_matcher_add_up(sides: Sides) -> None:

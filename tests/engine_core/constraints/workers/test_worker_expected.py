@@ -42,7 +42,7 @@ class Site:
         self.first_index = memory.first_index(memory.arrays[1])
         self.engine = Channel(map_memory(memory_fd), wake_fd)
         self.clock = clock
-        self.worker = Worker(Channel(map_memory(memory_fd), wake_fd), MappedMasks(memory.fds, 4 * WORDS), clock)
+        self.worker = Worker(Channel(map_memory(memory_fd), wake_fd), MappedMasks(memory.fds, 4 * WORDS), clock, clock)
         self.doing = Thread()
 
     def begin(self, *operations: tuple[int, int, int]) -> None:
