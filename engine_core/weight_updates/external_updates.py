@@ -135,6 +135,9 @@ class ExternalUpdates:
         if self._pending is not None:
             reply("a group is being joined already; wait for that call")
             return
+        if self.switch.change is not None:
+            reply("another change of the weights is in progress; wait for its end")
+            return
         if not 0 < command.rank < command.world_size:
             reply(f"rank {command.rank} is not between 1 and world_size - 1 ({command.world_size - 1})")
             return

@@ -14,6 +14,8 @@ from tandem.engine_core.loader.header import MAX_TENSORS, TORCH_DTYPES
 WORDS = {str(dtype).removeprefix("torch."): word for word, dtype in TORCH_DTYPES.items()}
 """Dtypes in the words of safetensors, by their names in torch."""
 MAX_DIMENSIONS = 8
+MAX_BYTES = 2**36
+"""Largest tensor; those that are received and not read need memory too."""
 
 
 class TensorSpec(Struct, frozen=True):
@@ -44,14 +46,20 @@ def tensor_specs(
         )
     if len(names) > MAX_TENSORS:
         raise ConfigError(f"{len(names)} tensors, at most {MAX_TENSORS} are taken at once")
-    specs = []
+    specs, known = [], set[str]()
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         word = WORDS.get(dtype.removeprefix("torch."))
         if word is None:
             raise ConfigError(f"{printable(name)}: the dtype {printable(dtype)} is none of {', '.join(WORDS)}")
         if len(shape) > MAX_DIMENSIONS or any(not 0 <= length < 2**31 for length in shape):
             raise ConfigError(f"{printable(name)}: {printable(str(list(shape)))} cannot be the shape of a weight")
-        specs.append(TensorSpec(name, word, tuple(shape)))
+        spec = TensorSpec(name, word, tuple(shape))
+        if spec.nbytes > MAX_BYTES:
+            raise ConfigError(f"{printable(name)}: {list(shape)} takes {spec.nbytes} bytes, at most {MAX_BYTES}")
+        if name in known:
+            raise ConfigError(f"{printable(name)} is named twice in one call")
+        known.add(name)
+        specs.append(spec)
     return tuple(specs)
 
 

@@ -28,6 +28,7 @@ PAUSE = closed(
         "new_requests": {"enum": [*NEW_REQUESTS, None]},
     }
 )
+_TRUE, _FALSE = ("true", "1", "t", "yes", "y", "on"), ("false", "0", "f", "no", "n", "off")
 _NOT_READY = error_response("Not ready; try again later.")
 
 
@@ -60,8 +61,14 @@ def query_word(request: Request, name: str, allowed: tuple[str, ...], default: s
 
 
 def query_flag(request: Request, name: str, *, default: bool) -> bool:
-    """Return a boolean query parameter. Raises ApiError 400 for any other value."""
-    return query_word(request, name, ("true", "false", "1", "0"), str(default).lower()) in ("true", "1")
+    """Return a boolean query parameter, in the words and spellings that pydantic takes, such as Python's True.
+
+    Raises ApiError 400 for any other value.
+    """
+    word = request.query_params.get(name, str(default))
+    if word.lower() not in (*_TRUE, *_FALSE):
+        raise unsupported(f"{name!r} is {word[:100]!r}; use true or false", name)
+    return word.lower() in _TRUE
 
 
 def _parameter(name: str, allowed: tuple[str, ...], default: str) -> Schema:

@@ -83,8 +83,8 @@ def parse_init(body: bytes) -> InitInfo:
     if not 0 < info.packed_buffer_size_bytes <= MAX_BUFFER_BYTES:
         raise malformed(f"{{param}} must be between 1 and {MAX_BUFFER_BYTES}", "init_info.packed_buffer_size_bytes")
     has_address = info.master_address is not None or info.master_port is not None
-    if has_address == (info.nccl_unique_id_b64 is not None):
-        raise malformed("{param} needs either nccl_unique_id_b64, or master_address and master_port", "init_info")
+    if not has_address and info.nccl_unique_id_b64 is None:
+        raise malformed("{param} needs nccl_unique_id_b64, or master_address and master_port", "init_info")
     if has_address and (not info.master_address or info.master_port is None or not 0 < info.master_port < 2**16):
         raise malformed("{param} needs both master_address and master_port", "init_info")
     return info
@@ -143,7 +143,8 @@ def weight_updates_router(service: Service) -> APIRouter:
         async with service.pending.receive(request, parse_init) as info:
             unique_id = b"" if info.nccl_unique_id_b64 is None else _unique_id(info.nccl_unique_id_b64)
             size = info.packed_buffer_size_bytes if info.packed else 0
-            given = (info.rank_offset, info.world_size, info.master_address or "", info.master_port or 0)
+            address = ("", 0) if unique_id else (info.master_address or "", info.master_port or 0)
+            given = (info.rank_offset, info.world_size, *address)
         await carry_out(request, lambda call: InitWeightTransfer(call, *given, unique_id, size))
         return {"message": "Weight transfer initialized"}
 

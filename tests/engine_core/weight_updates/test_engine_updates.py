@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from unittest.mock import Mock, patch
 
 import pytest
@@ -20,11 +21,12 @@ from tandem.protocol.commands import (
 )
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Failure, Finished
+from tandem.protocol.events import Answer, Failure, Finished
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_llama import save_random
 from tests.fakes.checkpoint_stager import FakeStager
 from tests.support.engine_driver import CLIENT, DrivenEngine
+from tests.support.gloo_trainer import packed_broadcast
 from tests.support.serving import until
 from tests.support.trained_engine import SIZES, TrainedEngine, described
 
@@ -253,6 +255,29 @@ def test_calls_out_of_order_are_refused(folders: list[Path]) -> None:
     assert not trained.finish().ok, "nothing was received"
     trained.resume()
     assert generate(trained) == expected(folders[0])
+
+
+def test_a_second_trainer_does_not_end_the_update_that_is_due(folders: list[Path]) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    trained.pause()
+    trained.init()
+    trained.start()
+    intruder = InitWeightTransfer(1000, 1, 2, "127.0.0.1", 9)
+    trained.driven.mailbox.inbox.append((CLIENT, UpdateWeights(999, *described(tensors))))
+    trained.driven.mailbox.inbox.append((CLIENT, intruder))
+    sending = Thread(
+        target=packed_broadcast,
+        args=(iter(tensors.items()), trained.trainer.broadcast, trained.buffer_bytes),
+        daemon=True,
+    )
+    sending.start()
+    trained.driven.engine.tick()
+    sending.join()
+    answers = {event.call: event for _, event in trained.driven.mailbox.replies if isinstance(event, Answer)}
+    assert answers[999].ok and not answers[1000].ok
+    assert trained.finish().ok
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
 
 
 def test_a_trainer_that_sends_nothing_is_given_up(folders: list[Path]) -> None:

@@ -33,6 +33,8 @@ UPDATE = {"names": ["a", "b"], "dtype_names": ["bfloat16"] * 2, "shapes": [[1, 2
         ("?wait_for_inflight_requests=true", "wait", True, True),
         ("?mode=keep", "keep", False, True),
         ("?mode=keep&clear_cache=false", "keep", False, False),
+        ("?mode=keep&clear_cache=False", "keep", False, False),
+        ("?wait_for_inflight_requests=True", "wait", True, True),
     ],
 )
 def test_pause_has_the_rules_of_vllm(
@@ -108,9 +110,10 @@ def test_an_unpacked_group_has_a_broadcast_for_each_tensor(server: RunningServer
     assert [command.buffer_bytes for command in engine.updates] == [0, DEFAULT_BUFFER_BYTES, None]  # type: ignore[union-attr]
 
 
-def test_a_unique_id_replaces_the_address(server: RunningServer, engine: FakeEngine) -> None:
+@pytest.mark.parametrize("given", [{}, INIT])
+def test_a_unique_id_replaces_the_address(server: RunningServer, engine: FakeEngine, given: dict[str, Any]) -> None:
     unique_id = bytes(range(128))
-    info = {"rank_offset": 1, "world_size": 2, "nccl_unique_id_b64": base64.b64encode(unique_id).decode()}
+    info = {**given, "rank_offset": 1, "world_size": 2, "nccl_unique_id_b64": base64.b64encode(unique_id).decode()}
     assert post(server.url + CALLS[0], json={"init_info": info}).status_code == 200
     (init,) = engine.updates
     assert isinstance(init, InitWeightTransfer) and (init.unique_id, init.address) == (unique_id, "")
@@ -140,6 +143,7 @@ def test_an_update_is_finished_without_a_body(server: RunningServer, engine: Fak
         (CALLS[2], {"update_info": {**UPDATE, "shapes": [[-1], [1]]}}),
         (CALLS[2], {"update_info": {**UPDATE, "shapes": [[1]]}}),
         (CALLS[2], {"update_info": {**UPDATE, "names": [1, 2]}}),
+        (CALLS[2], {"update_info": []}),
         (CALLS[3], {"weight_version": "x" * 257}),
     ],
 )
