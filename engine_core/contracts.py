@@ -59,6 +59,8 @@ class StepLogprobs(Struct, frozen=True):
     """One record for each sampled token, then one for each prompt position with log-probabilities
     (`ScheduledSequence.prompt_logprob_ids`), both in the plan's order. Records of sequences that want no
     log-probabilities (`NewSequence.logprobs`) are undefined."""
+    ranks: bytes = b""
+    """Packed int32 ranks of the tokens at these prompt positions, as in `TokenLogprobs`; b"": they are not known."""
 
 
 NO_TOKEN = -1

@@ -149,6 +149,9 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     lines: bytes
     """Packed little-endian records, one per token: its own float32 value, the `top` largest values in descending order,
     and their int32 ids. Of equal values the lowest id comes first."""
+    ranks: bytes = b""
+    """Packed little-endian int32 ranks of prompt tokens in the whole vocabulary, 1 for the most probable token; b"" for
+    generated tokens."""
 
 
 class TokenLogits(Struct, frozen=True, array_like=True):

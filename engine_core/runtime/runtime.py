@@ -38,7 +38,7 @@ from tandem.engine_core.runtime.tables import DeviceTables, field, wide_field
 from tandem.engine_core.runtime.verify_spans import verify_spans
 from tandem.engine_core.sampling.processed_logprobs import ProcessedLogprobs
 from tandem.engine_core.sampling.sampler import Mode, Sampler
-from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer
+from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer, token_ranks
 
 CONTINUOUS_SECONDS = 0.02
 """Longest pause between results and the next launch that counts as a gap of the loop, in seconds."""
@@ -255,7 +255,7 @@ class TorchRuntime:
             s.sampling_done.wait()
             s.results[:num_words].copy_(s.sampled[:num_words], non_blocking=True)
             if s.plan.logprobs >= 0:
-                words = _num_record_words(s.plan)
+                words = _num_record_words(s.plan) + _num_scored(s.plan)
                 s.host_records[:words].copy_(s.records[:words], non_blocking=True)
             if s.kept_logits is not None:
                 s.kept_logits.copy_to_host(self.device)
@@ -275,10 +275,12 @@ class TorchRuntime:
         counts = [1] * plan.num_steady + [int(row.samples) for row in plan.other_rows]
         if plan.logprobs < 0:
             return StepResult(counts, tokens, milliseconds=milliseconds)
-        records = s.host_records[: _num_record_words(plan)].numpy().tobytes()
+        words = _num_record_words(plan)
+        records = s.host_records[:words].numpy().tobytes()
+        ranks = s.host_records[words : words + _num_scored(plan)].numpy().tobytes()
         kept, s.kept_logits = s.kept_logits, None
         logits = [] if kept is None else kept.take()
-        return StepResult(counts, tokens, StepLogprobs(plan.logprobs, records), milliseconds, logits=logits)
+        return StepResult(counts, tokens, StepLogprobs(plan.logprobs, records, ranks), milliseconds, logits=logits)
 
     def synchronize(self) -> None:
         self.device.synchronize()
@@ -348,11 +350,13 @@ class TorchRuntime:
         """
         assert s.plan is not None and s.packed is not None
         count = len(s.packed.sample_rows)
+        ranks = s.records[_num_record_words(s.plan) :]
         for first in range(0, len(targets), PROMPT_SLICE):
             chosen = targets[first : first + PROMPT_SLICE]
             records = _record_view(s.records, count + first, len(chosen), s.plan)
             logits = self.model.logits(hidden[first : first + PROMPT_SLICE])
             self.scorer.run(logits, chosen, s.plan.logprobs, records)
+            ranks[first : first + len(chosen)] = token_ranks(logits, chosen)
             if s.kept_logits is not None:
                 s.kept_logits.add_scored(first, logits)
 
@@ -485,6 +489,11 @@ def _num_record_words(plan: StepPlan) -> int:
     """
     records = sum([row.samples + row.num_scored for row in plan.rows])
     return records * (1 + plan.num_drafts) * (1 + 2 * plan.logprobs)
+
+
+def _num_scored(plan: StepPlan) -> int:
+    """Return the number of prompt positions with log-probabilities; steps that verify drafts have none."""
+    return 0 if plan.num_drafts else sum([row.num_scored for row in plan.rows])
 
 
 def _record_view(words: Tensor, first: int, count: int, plan: StepPlan) -> Tensor:

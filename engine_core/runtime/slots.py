@@ -25,7 +25,7 @@ from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 HEAD_WORDS = 32
 """Words before a step's inputs: of `StepSlot.locations_view`, filled up so that the inputs are aligned."""
-RECORD_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
+RECORD_WORDS = 2 + 2 * MAX_TOP_LOGPROBS
 """Maximum words of one record of log-probabilities."""
 
 
@@ -73,7 +73,7 @@ class StepSlot:
     results_memory: memoryview
     """The same."""
     records: Tensor
-    """[most records * RECORD_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
+    """[most records * RECORD_WORDS] int32 on the device: log-probabilities and then ranks, as in `StepLogprobs`."""
     host_records: Tensor
     """Copy of `records` on the host, pinned."""
     uploaded: Event

@@ -41,8 +41,10 @@ def add_logprobs(
         if seq is not None:
             reported = _num_reported(row, seq)
             if num_scored > reported and (top := seq.submit.prompt_logprobs) is not None:
-                first = row.start + row.num_unscored + reported
-                _add(deltas, seq, first + 1, top, logprobs, first_scored + reported, num_scored - reported)
+                first, index = row.start + row.num_unscored + reported, first_scored + reported
+                number = index - len(result.tokens)
+                ranks = logprobs.ranks[4 * number : 4 * (number + num_scored - reported)]
+                _add(deltas, seq, first + 1, top, logprobs, index, num_scored - reported, ranks)
             taken = min(count, len(seq.tokens) - before)
             if taken > 0 and (top := seq.submit.logprobs) is not None:
                 _add(deltas, seq, before, top, logprobs, sampled, taken)
@@ -78,14 +80,21 @@ def _num_reported(row: ScheduledSequence, seq: Sequence) -> int:
 
 
 def _add(
-    deltas: dict[bytes, TokenDelta], seq: Sequence, start: int, top: int, logprobs: StepLogprobs, first: int, count: int
+    deltas: dict[bytes, TokenDelta],
+    seq: Sequence,
+    start: int,
+    top: int,
+    logprobs: StepLogprobs,
+    first: int,
+    count: int,
+    ranks: bytes = b"",
 ) -> None:
     """Add `count` of the step's records, from `first` on, to a delta.
 
-    The records belong to the tokens from position `start` on.
+    The records belong to the tokens from position `start` on, as do the ranks.
     """
     delta = deltas.setdefault(seq.client, TokenDelta([], []))
-    delta.logprobs.append(TokenLogprobs(seq.request_id, start, top, _cut(logprobs, first, count, top)))
+    delta.logprobs.append(TokenLogprobs(seq.request_id, start, top, _cut(logprobs, first, count, top), ranks))
 
 
 def _cut(logprobs: StepLogprobs, first: int, count: int, top: int) -> bytes:

@@ -78,7 +78,7 @@ class Outbox:
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         """Append log-probabilities."""
         self.logprobs += logprobs
-        self._logprob_bytes += sum([len(part.lines) + _EVENT_BYTES for part in logprobs])
+        self._logprob_bytes += sum([len(part.lines) + len(part.ranks) + _EVENT_BYTES for part in logprobs])
 
     def add_logits(self, logits: list[TokenLogits]) -> None:
         """Append logits."""

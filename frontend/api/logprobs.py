@@ -42,15 +42,14 @@ def chat_logprobs(tokens: Sequence[ScoredToken], as_ids: bool = False) -> dict[s
 def prompt_logprobs(tokens: Sequence[ScoredToken]) -> list[dict[str, dict[str, Any]] | None]:
     """Format the tokens of a prompt in vLLM's shape: null for the first, then tokens by their ids.
 
-    The token of the prompt comes first. Its rank is null if it is not among the most probable ones.
+    The token of the prompt comes first, with its rank in the whole vocabulary.
     """
     return [None if token.logprob is None else _ranked(token, token.logprob) for token in tokens]
 
 
 def _ranked(token: ScoredToken, logprob: float) -> dict[str, dict[str, Any]]:
     ids = list(token.alternative_ids)
-    rank = ids.index(token.token_id) + 1 if token.token_id in ids else None
-    found = {str(token.token_id): {"logprob": logprob, "rank": rank, "decoded_token": _text(token.token)}}
+    found = {str(token.token_id): {"logprob": logprob, "rank": token.rank, "decoded_token": _text(token.token)}}
     for number, (token_id, (other, value)) in enumerate(zip(ids, token.alternatives, strict=True), 1):
         found.setdefault(str(token_id), {"logprob": value, "rank": number, "decoded_token": _text(other)})
     return found

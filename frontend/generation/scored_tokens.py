@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec import Struct
 
 from tandem.frontend.generation.detokenizer import AnyDetokenizer
-from tandem.protocol.codec import read_logprobs
+from tandem.protocol.codec import read_logprobs, unpack_ids
 from tandem.protocol.events import TokenLogprobs
 
 LOWEST = -9999.0
@@ -31,6 +31,20 @@ class ScoredToken(Struct, frozen=True):
     token_id: int = -1
     alternative_ids: Sequence[int] = ()
     """Ids of `alternatives`."""
+    rank_of_all: int | None = None
+    """Rank of the token in the whole vocabulary; None: it is not known, as for generated tokens."""
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the token, 1 for the most probable one.
+
+        None if it is not among the alternatives and no other rank is known.
+        """
+        ids = list(self.alternative_ids)
+        if self.token_id in ids:
+            return ids.index(self.token_id) + 1
+        # Alternatives are ordered by rounded log-probabilities, so a tie may look otherwise.
+        return None if self.rank_of_all is None else max(self.rank_of_all, len(ids) + 1)
 
 
 class EchoedPrompt(Struct, frozen=True):
@@ -57,6 +71,7 @@ class ScoredTokens:
         self._base = base
         self._prompt = prompt
         self._prompt_lines: list[Line] = []
+        self._prompt_ranks: list[int | None] = []
         self._lines: deque[Line] = deque()
         self._waiting: deque[ScoredToken] = deque()
         self._characters = 0
@@ -77,6 +92,7 @@ class ScoredTokens:
             lines = read_logprobs(part)
             if part.start < self._prompt_len:
                 self._prompt_lines += lines
+                self._prompt_ranks += unpack_ids(part.ranks) if part.ranks else [None] * len(lines)
             else:
                 self._lines += lines
 
@@ -120,17 +136,17 @@ class ScoredTokens:
         if prompt is None:
             return []
         first = ScoredToken(self._spell(prompt.ids[0]), None, [], prompt.offsets[0], prompt.ids[0])
-        rest = zip(prompt.ids[1:], self._prompt_lines, prompt.offsets[1:], strict=True)
-        return [first, *[self._scored(token_id, line, offset) for token_id, line, offset in rest]]
+        rest = zip(prompt.ids[1:], self._prompt_lines, prompt.offsets[1:], self._prompt_ranks, strict=True)
+        return [first, *[self._scored(token_id, line, offset, rank) for token_id, line, offset, rank in rest]]
 
     def _count_in(self, logprob: float) -> None:
         self._total += logprob
         self._count += 1
 
-    def _scored(self, token_id: int, line: Line, offset: int) -> ScoredToken:
+    def _scored(self, token_id: int, line: Line, offset: int, rank: int | None = None) -> ScoredToken:
         own, ids, values = line
         alternatives = [(self._spell(other), finite(value)) for other, value in zip(ids, values, strict=True)]
-        return ScoredToken(self._spell(token_id), finite(own), alternatives, offset, token_id, ids)
+        return ScoredToken(self._spell(token_id), finite(own), alternatives, offset, token_id, ids, rank)
 
 
 def finite(logprob: float) -> float:

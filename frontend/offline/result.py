@@ -38,7 +38,7 @@ class Logprob(Struct, frozen=True):
 
     logprob: float
     rank: int | None
-    """Rank, 1 for the most probable token; None for a token outside of the alternatives."""
+    """Rank, 1 for the most probable token; None for a generated token outside of the alternatives."""
     decoded_token: str
     """Text of the token; bytes that are not valid UTF-8 on their own are U+FFFD."""
 
@@ -229,8 +229,7 @@ class ResultBuilder:
 def _position(token: ScoredToken) -> Position:
     """Format a position, with its own token first."""
     ids = list(token.alternative_ids)
-    rank = ids.index(token.token_id) + 1 if token.token_id in ids else None
-    own = Logprob(token.logprob or 0.0, rank, _text(token.token))
+    own = Logprob(token.logprob or 0.0, token.rank, _text(token.token))
     found = {token.token_id: own}
     for number, (token_id, (other, logprob)) in enumerate(zip(ids, token.alternatives, strict=True), 1):
         found.setdefault(token_id, Logprob(logprob, number, _text(other)))

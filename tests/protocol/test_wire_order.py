@@ -57,7 +57,7 @@ SequenceTimes: request_id admitted launched first_token ended num_steps preempti
 Started: request_id cached_tokens
 StepOutput 2: step_id request_ids counts tokens finished failures logprobs started
 TokenLogits: request_id start rows
-TokenLogprobs: request_id start top lines
+TokenLogprobs: request_id start top lines ranks
 DetailedOutput 7: step_id request_ids counts tokens finished failures logprobs started times
 EngineStats: running waiting rows_total pages_used pages_total steps_in_flight steps_launched steps_committed
     oldest_wait prompt_tokens generation_tokens zombie_rows requests_accepted requests_finished requests_failed

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.sampling.scorer import PROMPT_SLICE
-from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
+from tandem.engine_core.sampling.scorer import PROMPT_SLICE, token_ranks
+from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs, unpack_ids
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_llama import BASE, save_random
@@ -253,3 +253,36 @@ def test_processed_logprobs_are_those_of_the_distributions_drawn_from(
             expected = [float(value - mass) for value in row.topk(min(kept, 20)).values]
             assert values[: len(expected)] == pytest.approx(expected, abs=TOLERANCE)
             assert all(value == float("-inf") for value in values[len(expected) :])
+
+
+@pytest.mark.parametrize("top", [0, 20])
+def test_prompt_tokens_have_their_rank_in_the_whole_vocabulary(folder: Path, reference: Any, top: int) -> None:
+    engine, prompts = build(folder, max_step_tokens=400), [prompt_of(LONG, 1), prompt_of(40, 2)]
+    params = SamplingParams(3, temperature=0.0, ignore_eos=True)
+    requests = [engine.submit(prompt, params, prompt_logprobs=top, logprobs=1) for prompt in prompts]
+    engine.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        parts = engine.mailbox.logprobs[CLIENT, request]
+        ranks = [rank for part in parts if part.start < len(prompt) for rank in unpack_ids(part.ranks)]
+        expected = dense(reference, prompt)
+        own = expected.gather(1, torch.tensor(prompt[1:])[:, None])
+        least, most = (expected > own + TOLERANCE).sum(1) + 1, (expected >= own - TOLERANCE).sum(1)
+        found = torch.tensor(ranks)
+        assert bool(((least <= found) & (found <= most)).all())
+        assert all(not part.ranks for part in parts if part.start >= len(prompt))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_count_the_tokens_that_are_more_probable(dtype: torch.dtype) -> None:
+    logits = torch.randint(-4, 4, (150, 37), generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[3], logits[4, 5], logits[5, :7] = torch.nan, torch.nan, torch.inf
+    chosen = torch.arange(150, dtype=torch.int32) % 37
+    chosen[4] = 5
+    rows = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf).tolist()
+    expected = []
+    for row, token in zip(rows, chosen.tolist(), strict=True):
+        order = sorted(range(37), key=lambda other: (-row[other], other))
+        expected.append(order.index(token) + 1)
+    found = token_ranks(logits, chosen).tolist()
+    # A row without numbers has no ranks; its request ends.
+    assert found[:3] + found[4:] == expected[:3] + expected[4:]

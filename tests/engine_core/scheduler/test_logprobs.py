@@ -1,12 +1,13 @@
 """Distribution of a step's log-probability records over frontends."""
 
 import pytest
+from msgspec import structs
 
 from tandem.engine_core.contracts import StepLogprobs, StepResult, TokenDelta
 from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.scheduler.logprobs import add_logprobs, max_logprobs
 from tandem.engine_core.sequence import Sequence
-from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
+from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs, unpack_ids
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished, TokenLogprobs
 from tandem.protocol.params import SamplingParams
@@ -91,6 +92,19 @@ def test_each_sequence_gets_its_own_records() -> None:
     assert (output.request_id, output.start) == (104, 7)
     check(output, 2, 1, 4)
     assert all(not delta.tokens for delta in deltas.values())
+
+
+def test_prompt_tokens_get_their_ranks_and_generated_ones_none() -> None:
+    held = [sequence(1, 2, 4), sequence(2, None, 0)]
+    held[0].wire.reported_len = 3  # The first position was scored before a preemption.
+    rows = [
+        ScheduledSequence(1, 1, 2, 4, True, prompt_logprob_ids=pack_ids([13, 14, 15])),
+        ScheduledSequence(2, 2, 0, 2, False, prompt_logprob_ids=pack_ids([11, 12])),
+    ]
+    logprobs = structs.replace(step(4, 6), ranks=pack_ids([31, 32, 33, 34, 35]))
+    deltas = reported(rows, held, logprobs)
+    parts = [*deltas[b"odd"].logprobs, *deltas[b"even"].logprobs]
+    assert [(part.start, unpack_ids(part.ranks)) for part in parts] == [(4, [32, 33]), (6, []), (1, [34, 35])]
 
 
 def test_zombies_and_rejected_tokens_get_no_records() -> None:

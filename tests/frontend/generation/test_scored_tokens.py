@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tandem.frontend.generation.choice import Choice, ChoiceDelta
 from tandem.frontend.generation.detokenizer import Detokenizer
@@ -62,6 +63,20 @@ def scored(pieces: Sequence[ChoiceDelta]) -> list[ScoredToken]:
 
 def shown(pieces: Sequence[ChoiceDelta]) -> str:
     return "".join([piece.text for piece in pieces])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_tokens_of_a_prompt_have_their_rank(known: bool) -> None:
+    prompt, output = encode(PROMPT), encode(TEXT)[:1]
+    made, ahead = choice(echo=True), lines(prompt[1:], 1)
+    ranks = [1000 + number for number in range(len(prompt) - 1)]
+    if known:
+        ahead = structs.replace(ahead, ranks=pack_ids(ranks))
+    found = made.advance(output, DONE, [ahead, lines(output, len(prompt))]).logprobs
+    for token, rank in zip(found[1:], [*ranks, None], strict=True):
+        is_reported = token.token_id in token.alternative_ids
+        assert token.rank == (1 if is_reported else rank if known else None)
+    assert found[0].rank is None
 
 
 def test_each_token_has_its_own_logprob() -> None:
