@@ -138,12 +138,16 @@ def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findi
     The engine's code does so in a child process.
     """
     options = engine_options(arguments)
+    has_draft = False
     with found.caught():
         options = find_draft_model(options, hub_options(arguments), may_download=False)
+        has_draft = True
     invalid = wrong_numbers(options)
     # Some flags are shared with the frontends and have the same bounds.
     reported = {text.partition(" ")[0] for text in found.problems}
     found.problems += [text for name, text in invalid.items() if flag_name(name) not in reported]
+    if not has_draft:
+        invalid["speculate"] = ""
     model, weight_bytes = _find_model(options.model, arguments, True, found)
     installed: list[bool] = []
     with found.caught():
@@ -164,7 +168,7 @@ def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findi
 def _ask(
     options: EngineOptions, model: ModelFolder, weight_bytes: int | None, ask: RunPreflight, invalid: Collection[str]
 ) -> PreflightReport:
-    """Get the preflight report, with defaults in place of invalid numbers."""
+    """Get the preflight report, with defaults in place of invalid values."""
     defaults = EngineOptions()
     usual = {name: getattr(defaults, name) for name in invalid}
     return ask(structs.replace(options, **usual, model=str(model.folder)), weight_bytes)
@@ -173,7 +177,7 @@ def _ask(
 def _add_findings(engine: PreflightReport, found: Findings, invalid: Collection[str]) -> None:
     """Record the preflight report.
 
-    Invalid numbers were not passed to it, so its messages about their flags are skipped.
+    Invalid values were not passed to it, so its messages about their flags are skipped.
     """
     replaced = [re.compile(rf"{flag_name(name)}(?![\w-])") for name in invalid]
     found.problems += [text for text in engine.problems if not any(flag.search(text) for flag in replaced)]

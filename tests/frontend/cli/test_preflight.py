@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.cli.preflight import run_check
@@ -166,6 +167,17 @@ def test_problems_of_the_engine_are_told_beside_wrong_numbers(capsys: pytest.Cap
     found = Checked(capsys, "serve", str(model), *FREE, *flags, engine=engine)
     assert [(asked.max_rows, asked.max_len, asked.kv_tokens) for asked, _ in found.asked] == [(None, None, 9)]
     assert [line[:14] for line in found.problems] == ["--max-rows 0: ", "--max-len 65 i", "--kv-memory an"]
+
+
+def test_a_missing_draft_model_is_one_problem(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """The engine is asked about all else."""
+    report = structs.replace(CHOICES, problems=["--max-rows 3: too many", "--speculate-tokens 3 needs --speculate"])
+    argv = ("--speculate", "model:/nowhere", "--speculate-tokens", "3")
+    found = Checked(capsys, "serve", str(model), *argv, *FREE, engine=report)
+    [(options, _)] = found.asked
+    assert options.speculate == "off"
+    assert len(found.problems) == 2
+    assert [problem for problem in found.problems if "/nowhere" in problem] == found.problems[:1]
 
 
 def test_an_address_in_use_is_a_warning_that_names_who_has_it(capsys: pytest.CaptureFixture[str], model: Path) -> None:
