@@ -151,6 +151,8 @@ class Admission:
             self._limits.check_prompt(len(ids), field)
             max_tokens = _room(len(ids), options, ready)
             _check_length(len(ids), max_tokens, ready, field)
+            if options.max_tokens == 0:
+                _check_scored_length(len(ids), options, ready, field)
             arguments = (prompt, ids, max_tokens, model.vocab_size, field, with_text)
             few = len(ids) <= MANY_IDS
             admitted.append(self._pack(*arguments) if few else await self._workers.run(self._pack, *arguments))
@@ -308,6 +310,24 @@ def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qu
             ErrorCode.KV_CAPACITY,
             prompt_len,
             pool,
+        )
+
+
+def _check_scored_length(prompt_len: int, options: GenerationOptions, ready: Ready, field: str) -> None:
+    """Raise ApiError 400 for a prompt without room for the token that the engine generates after it.
+
+    A request that only scores its prompt discards that token.
+    """
+    most = ready.model.max_len - 1
+    if options.prompt_logprobs is not None and prompt_len > most:
+        subject = "prompt and continuation have" if options.num_verified else "the prompt has"
+        raise PromptTooLongError(
+            f"{subject} {prompt_len} tokens, log-probabilities are returned for at most {most}, one less than the "
+            "model's context length; please reduce the length",
+            field,
+            ErrorCode.CONTEXT_LENGTH,
+            prompt_len,
+            most,
         )
 
 

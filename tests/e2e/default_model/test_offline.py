@@ -114,6 +114,14 @@ def test_verification_returns_logits_on_request(llm: LLM) -> None:
         )
 
 
+def test_a_continuation_is_verified_up_to_one_token_less_than_the_context(llm: LLM) -> None:
+    fits, exact, longer = llm.verify([[5] * 1983, [5] * 1984, [5] * 1985], [[6] * 64] * 3)
+    assert fits.error is None and len(fits.logprobs) == 64
+    for refused, count in ((exact, 2048), (longer, 2049)):
+        assert refused.error is not None and refused.error.code == "context_length_exceeded"
+        assert "max_tokens" not in refused.error.message and count in numbers_in(refused.error.message)
+
+
 def test_each_continuation_is_refused_on_its_own(llm: LLM) -> None:
     results = llm.verify([[5], [5], [5], [], [2**30], [5], [5]], [[6], [], [6] * 65, [6], [6], [6] * 64, [-1]])
     assert [result.error is None for result in results] == [True, False, False, False, False, True, False]

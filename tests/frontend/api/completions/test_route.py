@@ -19,6 +19,7 @@ from tests.frontend.conftest import DEADLINE, RunningServer, get, until
 from tests.frontend.conftest import post as send
 from tests.support.broken_stream import LONG, post_broken_stream, slow_down
 from tests.support.event_stream import events
+from tests.support.refusals import numbers_in
 from tests.support.scrape import value
 from tests.support.shared_frontend import shared_fixtures
 from tests.support.stream_client import request as http_request
@@ -257,6 +258,17 @@ def test_default_max_tokens_is_lowered_to_the_remaining_context(server: RunningS
                    {"prompt": [5] * 2040, "min_tokens": 9}):  # fmt: skip
         response = post(server, **fields)
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_scored_prompt_needs_room_for_one_token_more(server: RunningServer, engine: FakeEngine) -> None:
+    """The engine generates it, and it is discarded."""
+    scored = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    response = post(server, prompt=[5] * 2048, **scored)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert numbers_in(error["message"]) == [2048, 2047] and not engine.submits
+    assert post(server, prompt=[5] * 2047, **scored).status_code == 200
+    assert post(server, prompt=[5] * 2048, max_tokens=0, echo=True).status_code == 200, "without an engine"
 
 
 def test_openai_client_reads_completions_and_streams(server: RunningServer, engine: FakeEngine) -> None:
