@@ -32,8 +32,8 @@ SPANS = (16, 512)
 
 @torch.inference_mode()
 def measure_draft_costs(runtime: TorchRuntime, config: EngineConfig) -> DraftCosts | None:
-    """Return the durations of steps with each number of drafts; None if no step verifies drafts."""
-    if not config.draft_sizes or runtime.speculator is None:
+    """Return the durations of steps with each number of drafts; None if nothing is chosen by them."""
+    if not config.draft_sizes or runtime.speculator is None or config.options.speculate_tokens != "auto":
         return None
     contexts = tuple(sorted(min(length, max(2, config.max_len - 16)) for length in CONTEXTS))
     spans = _time_spans(runtime, config) if runtime.speculator.model is not None else (0.0, 0.0)
