@@ -160,8 +160,8 @@ class StepConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def max_prediction(self) -> int:
-        """Number of token ids of a request's prediction that drafts are taken from; 0 without speculation."""
-        return min(MAX_PREDICTION, self.max_len) if self.draft_sizes else 0
+        """Number of token ids of a request's prediction that drafts are taken from; 0 without n-gram drafts."""
+        return min(MAX_PREDICTION, self.max_len) if self.draft_sizes and self.options.draft_model is None else 0
 
     @property
     def held_windows(self) -> tuple[int | None, ...]:

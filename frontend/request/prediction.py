@@ -43,5 +43,5 @@ def _read(raw: Raw, ignored: IgnoredFields) -> str:
 PREDICTION_FIELD = Field(
     "prediction",
     Parsed(_read, nullable(opened({"type": {"const": "content"}, "content": _CONTENT}))),
-    "Text that the answer probably repeats: drafts are taken from it. Ignored without `--speculate`.",
+    "Text that the answer probably repeats: drafts are taken from it. Ignored without `--speculate ngram`.",
 )
