@@ -277,7 +277,11 @@ class CudaDevice:
             # Pages that are unmapped while they are registered would be taken for those mapped at their address next.
             finalize(memory, cudart.cudaHostUnregister, address).atexit = False
             return True
-        logger.warning("shared memory is not pinned (CUDA error %d): steps under grammars take longer", code)
+        logger.warning(
+            "%d bytes of main memory are not pinned (CUDA error %d): copies take longer",
+            memory.nbytes,
+            code,
+        )
         with suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)  # takes the error, which a later call would raise
         return False

@@ -131,6 +131,8 @@ FOREIGN_FLAGS = {
     "--task": _GENERATION, "--runner": _GENERATION, "--convert": _GENERATION, "--is-embedding": _GENERATION,
     "--embedding": _GENERATION, "--embeddings": _GENERATION,
     "--weight-transfer-config": ForeignFlag("--enable-weight-updates", "NCCL on a GPU, gloo on a CPU"),
+    "--enable-sleep-mode": ForeignFlag("--enable-weight-updates", "which also allows /sleep and /wake_up"),
+    "--enable-memory-saver": ForeignFlag("--enable-weight-updates", "which allows vLLM's /sleep and /wake_up"),
     "--kv-transfer-config": _DISAGGREGATION, "--disaggregation-mode": _DISAGGREGATION,
     "--cont-batching": ForeignFlag("--batching", "continuous by default"),
     "--stream-interval": ForeignFlag("--stream-interval-ms", "milliseconds, not tokens"),

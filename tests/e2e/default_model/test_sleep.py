@@ -20,7 +20,8 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     log = tmp_path_factory.mktemp("sleep") / "log"
-    with Serving(log, "--enable-weight-updates", "--sleep-reserve") as running:
+    # A wake needs the memory of the whole pool, and other processes may take some meanwhile.
+    with Serving(log, "--enable-weight-updates", "--sleep-reserve", "--kv-tokens", "8192") as running:
         yield running
 
 

@@ -90,6 +90,8 @@ WRONG = [
     (["serve", "m", "-c", "8192"], "tandem serve: error: -c is --max-len here (of one sequence"),
     (["engine", "--mem-fraction-static=0.9"], "--mem-fraction-static is --gpu-memory here (a share such as 0.9"),
     (["serve", "--cuda-graph-max-bs", "64"], "--cuda-graph-max-bs is --graph-rows here (a list"),
+    (["serve", "--enable-sleep-mode"], "--enable-sleep-mode is --enable-weight-updates here (which"),
+    (["serve", "--enable-memory-saver"], "--enable-memory-saver is --enable-weight-updates here (which"),
     (["serve", "--weight-transfer-config", "{}"], "--weight-transfer-config is --enable-weight-updates here (NCCL"),
     (["serve", "--task", "embed"], "--task: models generate text; embeddings and scores are not supported"),
     (["engine", "--enable_expert_parallel"], "--enable_expert_parallel: one GPU per engine"),
