@@ -246,3 +246,15 @@ def test_a_text_half_that_is_not_supported_is_named(text: Any, words: str, tmp_p
     write_config(tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config=text)
     with pytest.raises(ConfigError, match=words):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"scoring_func": "sigmoid"}, {"n_group": 4}, {"routed_scaling_factor": 2.5}, {"swiglu_limit": 7.0}]
+)
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "qwen3.6-35b-a3b"])
+def test_routing_of_other_families_is_refused_by_name(shape: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads(Path("benchmarks/shapes", shape, "config.json").read_text())
+    config.get("text_config", config).update(fields)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        read_config(tmp_path)
