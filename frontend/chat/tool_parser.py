@@ -82,6 +82,11 @@ class ToolParser:
         """True while only call syntax has followed a complete call."""
         self._deltas: list[MessageDelta] = []
 
+    @property
+    def ends_with_call(self) -> bool:
+        """Return True if only syntax of calls has followed a complete call."""
+        return self._follows_call
+
     def push(self, text: str) -> list[MessageDelta]:
         """Parse the next text of the choice; text that may belong to a call is held back."""
         self._parse(text)
@@ -285,7 +290,8 @@ class ToolParser:
                     held, self._held = self._held, ""
                     self._mode = _Mode.TEXT
                     rest = held + text[index + 1 :]
-                    return self._begin_next_function(rest) if self._format.syntax.is_xml else rest
+                    is_closed = not held
+                    return rest if is_closed or not self._format.syntax.is_xml else self._begin_next_function(rest)
             elif self._is_blank(character) or self._separates(character):
                 self._held += character
             elif character == "]" and self._in_array:

@@ -143,6 +143,8 @@ EXPECTED: list[tuple[str, Read]] = [
     # Without the end of the call.
     ("<tool_call>\n<function=add>\n</function>\n" + call("add"), (None, [("add", "{}")] * 2)),
     ("<tool_call>\n<function=add>\n</function> so", (" so", [("add", "{}")])),
+    # A function after the end of the call needs a tag of its own.
+    (call("add") + "<function=look>\n</function>", ("<function=look>\n</function>", [("add", "{}")])),
     # A name that repeats is passed on, and the last value counts for JSON.
     (call("look", text="a").replace("</function>", "<parameter=text>\nb\n</parameter>\n</function>"),
      (None, [("look", '{"text": "a", "text": "b"}')])),
