@@ -1,8 +1,11 @@
 """Parse the text of a choice into an assistant message: first reasoning, then content and tool calls."""
 
+from functools import partial
+
 from msgspec import Struct
 
 from tandem.frontend.chat.message import Content, MessageDelta, Reasoning, count_blanks_before
+from tandem.frontend.chat.thought_calls import ThoughtCalls
 from tandem.frontend.chat.tool_formats import ToolFormat
 from tandem.frontend.chat.tool_parser import ToolParser
 from tandem.frontend.generation.choice import ChoiceDelta
@@ -39,13 +42,18 @@ class MessageShape(Struct, frozen=True):
         """Return a new parser for one choice."""
         scanner = self.tags.scanner()
         tools: ToolParser | None = None
+        calls: ThoughtCalls | None = None
         if self.tool_format is not None:
+            syntax = self.tool_format.syntax
             schemas = {tool.name: tool.parameters for tool in self.tool_use.tools}
             required = self.tool_use.choice.mode == "required"
-            is_token = self.tags.token_id(self.tool_format.syntax.announcement) is not None
-            tools = ToolParser(self.tool_format, schemas.keys(), self.tool_use.parallel, required, is_token, schemas)
+            is_token = self.tags.token_id(syntax.announcement) is not None
+            given = self.tool_format, schemas.keys(), self.tool_use.parallel, required, is_token, schemas
+            tools = ToolParser(*given)
+            if syntax.trigger:
+                calls = ThoughtCalls(partial(ToolParser, *given), syntax.trigger, is_token)
         return MessageParser(
-            None if scanner is None else ReasoningParser(scanner),
+            None if scanner is None else ReasoningParser(scanner, calls),
             tools,
             self.tags.token_id(self.tags.think.end),
             self.drops_special,
@@ -68,6 +76,7 @@ class MessageParser:
         self._drops_special = drops_special
         self._num_reasoning_tokens = 0
         self._think_ended = False
+        self._has_answer = False
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -94,8 +103,19 @@ class MessageParser:
                 for text in self._reasoning.finish(parsed):
                     self._push_answer(text, None, parsed)
         if self._tools is not None and delta.finish_reason:
-            parsed += self._tools.finish()
+            self._add_answer(self._tools.finish(), parsed)
+        if self._reasoning is not None and delta.finish_reason:
+            self._end_reasoning(self._reasoning, delta.finish_reason, parsed)
         return parsed
+
+    def _end_reasoning(self, reasoning: "ReasoningParser", finish_reason: str, parsed: list[MessageDelta]) -> None:
+        """Add the calls at the end of the reasoning, unless an answer follows."""
+        if finish_reason == "stop" and not self._has_answer:
+            tools, deltas = reasoning.take_calls()
+            if tools is not None:
+                self._tools = tools
+                parsed += deltas
+        reasoning.release(parsed)
 
     def _push_text(self, text: str, token: TagToken | None, parsed: list[MessageDelta]) -> None:
         if self._reasoning is None:
@@ -106,9 +126,18 @@ class MessageParser:
 
     def _push_answer(self, text: str, token: TagToken | None, parsed: list[MessageDelta]) -> None:
         if self._tools is not None:
-            parsed += self._tools.push(text) if token is None else self._tools.push_tag(text, self._shown(text, token))
+            shown = self._shown(text, token)
+            self._add_answer(self._tools.push(text) if token is None else self._tools.push_tag(text, shown), parsed)
         elif shown := self._shown(text, token):
             parsed.append(Content(shown))
+
+    def _add_answer(self, deltas: list[MessageDelta], parsed: list[MessageDelta]) -> None:
+        """Append deltas of the answer, before the first of them what was held back of the reasoning."""
+        if deltas and not self._has_answer:
+            self._has_answer = True
+            if self._reasoning is not None:
+                self._reasoning.release(parsed)
+        parsed += deltas
 
     def _shown(self, text: str, token: TagToken | None) -> str:
         """Return the text of a tag that is not parsed as one."""
@@ -128,11 +157,12 @@ class MessageParser:
 class ReasoningParser:
     """Separate reasoning, `<think>...</think>`, from the answer that follows it.
 
-    Reasoning is only recognized at the start of a choice; blanks around it are dropped.
+    Reasoning is only recognized at the start of a choice; blanks around it are dropped. `calls` finds calls at its end.
     """
 
-    def __init__(self, scanner: ThoughtScanner) -> None:
+    def __init__(self, scanner: ThoughtScanner, calls: ThoughtCalls | None = None) -> None:
         self._scanner = scanner
+        self._calls = calls
         self._blanks = ""
         """Blanks at the end of the reasoning so far."""
         self._has_text = False
@@ -153,7 +183,7 @@ class ReasoningParser:
             if part.kind is PartKind.ANSWER:
                 answer.append(part)
             elif part.kind is PartKind.THOUGHT:
-                self._add(part.text if part.token is None else shown, deltas)
+                self._add(part, shown, deltas)
         return answer
 
     def finish(self, deltas: list[MessageDelta]) -> list[str]:
@@ -163,10 +193,23 @@ class ReasoningParser:
             if part.kind is PartKind.ANSWER:
                 answer.append(part.text)
             else:
-                self._add(part.text, deltas)
+                self._add(part, part.text, deltas)
         return answer
 
-    def _add(self, text: str, deltas: list[MessageDelta]) -> None:
+    def take_calls(self) -> tuple[ToolParser | None, list[MessageDelta]]:
+        """Return the calls at the end of the reasoning, and their parser; None if there are none."""
+        return (None, []) if self._calls is None else self._calls.take_calls()
+
+    def release(self, deltas: list[MessageDelta]) -> None:
+        """Append the reasoning that was held back because it may have been calls."""
+        if self._calls is not None:
+            self._show(self._calls.take_text(), deltas)
+
+    def _add(self, part: Part, shown: str, deltas: list[MessageDelta]) -> None:
+        text = part.text if part.token is None else shown
+        self._show(text if self._calls is None else self._calls.push(part.text, part.token, shown), deltas)
+
+    def _show(self, text: str, deltas: list[MessageDelta]) -> None:
         text = self._blanks + text if self._has_text else text.lstrip(BLANK)
         end = len(text) - count_blanks_before(text, len(text))
         self._blanks = text[end:]

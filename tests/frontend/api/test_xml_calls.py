@@ -95,14 +95,17 @@ def test_arguments_of_every_type_and_several_calls(server: SharedFrontend, path:
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_within_reasoning_are_none(server: SharedFrontend, path: str, stream: bool) -> None:
+def test_calls_within_reasoning_count_at_its_end_only(server: SharedFrontend, path: str, stream: bool) -> None:
     fields = {"tools": True, "skip_special_tokens": False}
     answer = Route(path, server, PARAMETERS).ask(f"Like {SHORT}?</think>{SHORT}", stream, **fields)
     assert (answer.reasoning, answer.content) == (f"Like {SHORT}?", "")
     assert [json.loads(arguments) for _, arguments in answer.calls] == [{"at": "here"}]
     unclosed = Route(path, server, PARAMETERS).ask(f"Like {SHORT}", stream, **fields)
-    assert (unclosed.reasoning, unclosed.calls) == (f"Like {SHORT}", [])
-    assert unclosed.ending in ("stop", "end_turn", "completed")
+    assert (unclosed.reasoning, [json.loads(arguments) for _, arguments in unclosed.calls]) == (
+        "Like",
+        [{"at": "here"}],
+    )
+    assert unclosed.ending in ("tool_calls", "tool_use", "completed")
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -1,5 +1,7 @@
 """Parsing the text of a choice into reasoning, content and tool calls."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from tandem.frontend.chat.message import Content, MessageDelta, Reasoning, join_
 from tandem.frontend.chat.message_parser import MessageShape, prompt_opens_thinking
 from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.output_tags import OutputTags, Tag
+from tandem.frontend.generation.output_tags import OutputTags, Tag, TagToken
 from tandem.frontend.grammar.grammar import ThinkingMode
 from tests.support.tool_answers import SHAPE, THINK_END, TOKEN_SHAPE, USE
 
@@ -57,11 +59,64 @@ def test_reasoning_tokens_are_counted_when_one_token_ends_the_reasoning() -> Non
     assert endless.reasoning_tokens == 3
 
 
-def test_a_call_within_reasoning_is_not_a_call() -> None:
-    parser = MessageShape(USE, FORMATS["hermes"], OutputTags(thinking=ThinkingMode.OPEN)).new_parser()
-    deltas = parser.push(piece(f"maybe {CALL}", "length"))
-    assert deltas == [Reasoning(f"maybe {CALL}")]
-    assert parser.num_calls == 0
+THINKING = MessageShape(USE, FORMATS["hermes"], OutputTags(thinking=ThinkingMode.OPEN))
+TOKEN_THINKING = MessageShape(
+    USE, FORMATS["hermes"], OutputTags({5: TagToken("<tool_call>"), 8: THINK_END}, ThinkingMode.OPEN)
+)
+"""Shape of a model with tokens for its tags."""
+
+
+def message_of(
+    shape: MessageShape, chunks: list[str], finish: str = "stop"
+) -> tuple[str | None, str | None, list[str], str]:
+    """Return reasoning, content, arguments of the calls, and the finish reason."""
+    parser, deltas = shape.new_parser(), []
+    for chunk in chunks:
+        tags = [
+            Tag(match.start(), token)
+            for token in shape.tags.tokens.values()
+            for match in re.finditer(re.escape(token.text), chunk)
+        ]
+        deltas += parser.push(ChoiceDelta(0, chunk, [7], None, tags=sorted(tags, key=lambda tag: tag.offset)))
+    deltas += parser.push(piece("", finish))
+    message = join_deltas(deltas)
+    return message.reasoning, message.content, [call.arguments for call in message.calls], parser.finish_reason(finish)
+
+
+OTHER = CALL.replace("1", "2")
+UNKNOWN = CALL.replace("look", "other")
+ARGUMENTS, OTHER_ARGUMENTS = '{"at": 1}', '{"at": 2}'
+
+
+@pytest.mark.parametrize("shape", [THINKING, TOKEN_THINKING])
+@pytest.mark.parametrize(
+    ("text", "finish", "expected"),
+    [
+        # Without an answer after them they are meant to be called.
+        (f"maybe {CALL}", "stop", ("maybe", None, [ARGUMENTS], "tool_calls")),
+        (f"maybe {CALL}\n{OTHER}\n", "stop", ("maybe", None, [ARGUMENTS, OTHER_ARGUMENTS], "tool_calls")),
+        (f"maybe\n{CALL}\n</think>\n\n", "stop", ("maybe", None, [ARGUMENTS], "tool_calls")),
+        (f"not {CALL} but {OTHER}", "stop", (f"not {CALL} but", None, [OTHER_ARGUMENTS], "tool_calls")),
+        (f"not {UNKNOWN}{OTHER}", "stop", (f"not {UNKNOWN}", None, [OTHER_ARGUMENTS], "tool_calls")),
+        (CALL, "stop", (None, None, [ARGUMENTS], "tool_calls")),
+        # Otherwise they are thoughts.
+        (f"maybe {CALL}", "length", (f"maybe {CALL}", None, [], "length")),
+        (f"maybe {CALL}?", "stop", (f"maybe {CALL}?", None, [], "stop")),
+        (f"maybe {UNKNOWN}", "stop", (f"maybe {UNKNOWN}", None, [], "stop")),
+        (f"maybe {CALL[:-15]}", "stop", (f"maybe {CALL[:-15]}", None, [], "stop")),
+        (f"maybe {CALL}</think>No.", "stop", (f"maybe {CALL}", "No.", [], "stop")),
+        (f"maybe {CALL}</think>{OTHER}", "stop", (f"maybe {CALL}", None, [OTHER_ARGUMENTS], "tool_calls")),
+        ("a <tool_call> b <tool_", "stop", ("a <tool_call> b <tool_", None, [], "stop")),
+    ],
+)
+def test_calls_at_the_end_of_reasoning_are_calls_if_nothing_follows(
+    text: str, finish: str, expected: tuple[str | None, str | None, list[str], str], shape: MessageShape
+) -> None:
+    if shape is THINKING:
+        for size in (1, 2, 7, 1000):
+            assert message_of(shape, [text[at : at + size] for at in range(0, len(text), size)], finish) == expected
+    pieces = re.split("(<tool_call>|</think>)", text)
+    assert message_of(shape, pieces, finish) == message_of(shape, [text], finish) == expected
 
 
 def test_text_held_back_is_released_at_the_end() -> None:
