@@ -53,7 +53,12 @@ class PinnedBackup:
             raise SleepError(
                 f"a copy of the weights takes {nbytes} bytes of main memory, {free} are free", is_lack=True
             )
-        self._array = np.empty(-(-nbytes // 4), np.int32)
+        try:
+            self._array = np.empty(-(-nbytes // 4), np.int32)
+        except MemoryError as error:
+            raise SleepError(
+                f"a copy of the weights takes {nbytes} bytes of main memory: {error}", is_lack=True
+            ) from None
         self._pin(self._array)
 
     def save(self, tensors: Sequence[Tensor]) -> None:

@@ -63,6 +63,18 @@ def test_a_lack_of_main_memory_is_reported_with_both_numbers() -> None:
     assert caught.value.is_lack
 
 
+def test_memory_that_cannot_be_allocated_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    backup = BACKUPS["pinned"]()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr(np, "empty", lambda count, dtype: fail() if count else np.zeros(0, dtype))
+    with pytest.raises(SleepError) as caught:
+        backup.reserve(100)
+    assert caught.value.is_lack
+
+
 def test_a_full_disk_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
