@@ -13,7 +13,8 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.events import SwapFacts, WeightFacts
 from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import RunningServer, get, post
+from tests.frontend.api.admin.conftest import StartServer
+from tests.frontend.conftest import get, post
 
 SWAP = "/admin/swap"
 
@@ -69,36 +70,29 @@ def test_a_checkpoint_is_below_the_root_with_all_links_followed(tmp_path: Path) 
 
 @pytest.mark.parametrize("root", [None, Path("/")])
 def test_an_engine_that_keeps_its_weights_has_no_such_routes(
-    engine: FakeEngine, config: FrontendConfig, root: Path | None
+    start_server: StartServer, engine: FakeEngine, config: FrontendConfig, root: Path | None
 ) -> None:
-    engine.start()
-    running = RunningServer(structs.replace(config, swap_root=root)).start().ready()
-    try:
-        assert post(running.url + SWAP, json={"path": "a"}).status_code == 404
-        assert get(running.url + SWAP).status_code == 404
-    finally:
-        running.stop()
+    running = start_server(engine, structs.replace(config, swap_root=root))
+    assert post(running.url + SWAP, json={"path": "a"}).status_code == 404
+    assert get(running.url + SWAP).status_code == 404
 
 
-def test_the_state_of_a_swap_is_told_while_the_engine_loads_weights(engine: FakeEngine, config: FrontendConfig) -> None:
+def test_the_state_of_a_swap_is_reported_while_the_engine_loads_weights(
+    start_server: StartServer, engine: FakeEngine, config: FrontendConfig
+) -> None:
     engine.weights, engine.swap = WeightFacts("3", "changing"), SwapFacts("loading", "/new", 40, "/old", "3")
-    engine.start()
-    running = RunningServer(structs.replace(config, swap_root=Path("/"))).start().ready()
-    try:
-        found = get(running.url + SWAP)
-        assert (found.status_code, found.json()) == (
-            200,
-            {
-                "state": "loading",
-                "path": "/new",
-                "percent": 40,
-                "active_path": "/old",
-                "weight_version": "3",
-                "problem": "",
-            },
-        )
-    finally:
-        running.stop()
+    found = get(start_server(engine, structs.replace(config, swap_root=Path("/"))).url + SWAP)
+    assert (found.status_code, found.json()) == (
+        200,
+        {
+            "state": "loading",
+            "path": "/new",
+            "percent": 40,
+            "active_path": "/old",
+            "weight_version": "3",
+            "problem": "",
+        },
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The routes of trainers over a real socket, in front of a fake engine."""
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -13,6 +12,7 @@ from tandem.frontend.api.admin.weight_updates import DEFAULT_BUFFER_BYTES
 from tandem.frontend.config import FrontendConfig
 from tandem.protocol.commands import FinishWeightUpdate, InitWeightTransfer, StartWeightUpdate, UpdateWeights
 from tests.fakes.engine import FakeEngine
+from tests.frontend.api.admin.conftest import StartServer
 from tests.frontend.conftest import RunningServer, get, post
 from tests.frontend.server.test_openapi import answer_schema, described
 from tests.support.shared_frontend import shared_fixtures
@@ -164,15 +164,11 @@ def test_a_call_that_fails_in_the_engine_is_a_409(server: RunningServer, engine:
 
 
 @pytest.fixture
-def fixed(config: FrontendConfig) -> Iterator[RunningServer]:
-    """A server of an engine whose weights cannot change."""
+def fixed(start_server: StartServer, config: FrontendConfig) -> RunningServer:
+    """A server of an engine with fixed weights."""
     unchanging = FakeEngine(config.endpoint)
     unchanging.facts = structs.replace(unchanging.facts, weight_transfer="")
-    unchanging.start()
-    running = RunningServer(config).start().ready()
-    yield running
-    running.stop()
-    unchanging.die()
+    return start_server(unchanging, config)
 
 
 @pytest.mark.parametrize("path", CALLS)
