@@ -109,8 +109,7 @@ def _ngram_kernel(
         first = length - BLOCK
         while (wanted > 0) & (first + BLOCK > least) & (longest < MAX):
             ends = first + n
-            inside = (ends >= least) & (ends < length)
-            count = _match_lengths(row_ptr, ends, inside, row_ptr, length, 0, False, MAX)
+            count = _match_lengths(row_ptr, ends, ends >= least, row_ptr, length, 0, False, MAX)
             rank = (count.to(tl.int64) << END_BITS) + ends
             best_here = tl.max(tl.where((count >= MIN) & (count > longest), rank, 0), axis=0)
             if best_here > 0:

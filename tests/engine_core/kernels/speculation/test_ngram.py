@@ -180,6 +180,30 @@ def test_rows_at_the_end_of_the_table_write_nothing_behind_it(device: str) -> No
     assert torch.equal(check(tables, table, 7, RULE)[:, :4], before)
 
 
+@pytest.mark.parametrize(("scan", "draft"), [(3, -1), (4, ord("c")), (5, ord("c"))])
+def test_the_scan_reaches_its_last_position(device: str, scan: int, draft: int) -> None:
+    """The only match ends four positions before the newest token."""
+    written = check(*case([ids("abcXab")], 20, device), 1, NgramRule(2, 3, scan))
+    assert written[1, 6] == draft
+
+
+def test_no_position_is_skipped_between_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has one match, at another position."""
+    monkeypatch.setattr(kernel, "BLOCK", 8)
+    texts = [[99 if index in (at, 29) else index for index in range(30)] for at in range(29)]
+    tables, table = case(texts, 40, device)
+    written = check(tables, table, 1, RULE)
+    assert written[1:, 30].tolist() == [*range(1, 29), 99]
+
+
+@pytest.mark.parametrize(("min_match", "drafts"), [(2, "c"), (3, "")])
+def test_a_match_may_cover_the_whole_row_but_no_more(device: str, min_match: int, drafts: str) -> None:
+    tables, table = case([ids("ab")], 20, device, [ids("abc")])
+    tables.ints[1, INT_COLUMNS.index("prompt_len")] = 1
+    written = check(tables, table, 2, NgramRule(min_match, 3, 1000))
+    assert written[1, 2:4].tolist() == [*ids(drafts), -1, -1][:2]
+
+
 def test_long_texts_equal_the_oracle(device: str) -> None:
     """Several blocks, of the context and of the prediction."""
     generator = torch.Generator().manual_seed(3)
