@@ -96,3 +96,16 @@ class PageTable:
         width = kv_heads * head_dim
         shape = (ceil_div(slots, self.page_stride), self.page_size, kv_heads, head_dim)
         return pool.as_strided(shape, (self.page_stride * width, width, head_dim, 1))
+
+
+def layout_constants(page_tables: Sequence[PageTable]) -> dict[str, object]:
+    """Return the compile-time constants of kernels that read the page tables of all KV groups.
+
+    COLUMNS: first column of each group in the rows of the common table, and its `PageTable.ring`.
+    """
+    first = page_tables[0].pages.storage_offset()
+    return {
+        "COLUMNS": tuple((table.pages.storage_offset() - first, table.ring) for table in page_tables),
+        "PAGE_SIZE": page_tables[0].page_size,
+        "PAGE_STRIDE": page_tables[0].page_stride,
+    }

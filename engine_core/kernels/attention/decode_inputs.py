@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.page_table import PageTable, layout_constants
 from tandem.engine_core.kernels.paged_pool import slots_of
 from tandem.engine_core.kernels.sampling.columns import NUM_INTS, TOTAL_LEN
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
@@ -133,9 +133,7 @@ def decode_inputs(
         BLOCK=BLOCK,
         KEEP=kept is not None,
         PDL=pdl,
-        COLUMNS=tuple((t.pages.storage_offset() - pages.storage_offset(), t.ring) for t in page_tables),
-        PAGE_SIZE=page_tables[0].page_size,
-        PAGE_STRIDE=page_tables[0].page_stride,
+        **layout_constants(page_tables),
         num_warps=BLOCK // 32,
         **({"launch_pdl": True} if pdl else {}),
     )

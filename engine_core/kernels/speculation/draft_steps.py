@@ -8,19 +8,19 @@ Oracles: `draft_inputs`, `write_drafts` and `note_accepted` in `kernels.speculat
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.page_table import PageTable, layout_constants
 from tandem.engine_core.kernels.paged_pool import slots_of
 from tandem.engine_core.kernels.sampling.columns import TOTAL_LEN
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 from tandem.engine_core.kernels.speculation import reference
 from tandem.engine_core.kernels.speculation.draft_tokens import MAX_DRAFTS, MAX_QUERIES, load_int
 from tandem.engine_core.kernels.speculation.reference import DraftState, VerifyTokens
+from tandem.engine_core.kernels.speculation.verify_inputs import allocate_tokens
 
 DRAFTS_SHIFT = tl.constexpr(reference.DRAFTS_SHIFT)
 
@@ -109,29 +109,19 @@ def draft_inputs(
     Bounds are not checked, since the values are on the device. Raises ValueError as `decode_inputs` does.
     """
     pages, tokens = page_tables[0].pages, tables.tokens
-    for table in page_tables:
-        table.check()
-    if tokens.stride(1) != 1:
-        raise ValueError("each row of the token table must be contiguous")
-    batch, device = len(rows), rows.device
-    count = batch * queries
-    ids = torch.empty(count, dtype=torch.int64, device=device)
-    slots = torch.empty(len(page_tables), count, dtype=torch.int64, device=device)
-    token_rows, positions = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
-    if batch:
-        _draft_inputs_kernel[(batch,)](
-            *(ids, slots, token_rows, positions, *samples, index, tokens, tables.lengths, tables.ints),
-            *(state.lengths, state.counts, pages, rows, tokens.stride(0), pages.stride(0), count, queries),
-            COLUMNS=tuple((t.pages.storage_offset() - pages.storage_offset(), t.ring) for t in page_tables),
-            PAGE_SIZE=page_tables[0].page_size,
-            PAGE_STRIDE=page_tables[0].page_stride,
+    found = allocate_tokens(tables, page_tables, len(rows), queries)
+    if len(rows):
+        _draft_inputs_kernel[(len(rows),)](
+            *(*found, *samples, index, tokens, tables.lengths, tables.ints, state.lengths, state.counts, pages, rows),
+            *(tokens.stride(0), pages.stride(0), len(rows) * queries, queries),
+            **layout_constants(page_tables),
             IS_FIRST=is_first,
             PAD=MAX_QUERIES,
             PDL=pdl,
             num_warps=1,
             **({"launch_pdl": True} if pdl else {}),
         )
-    return VerifyTokens(ids, slots, token_rows, positions)
+    return found
 
 
 @triton.jit

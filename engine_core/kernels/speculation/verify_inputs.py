@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.page_table import PageTable, layout_constants
 from tandem.engine_core.kernels.paged_pool import slots_of
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 from tandem.engine_core.kernels.speculation.draft_tokens import MAX_QUERIES, load_drafts
@@ -85,25 +85,33 @@ def verify_inputs(
     Bounds are not checked, since the values are on the device. Raises ValueError as `decode_inputs` does.
     """
     pages, tokens = page_tables[0].pages, tables.tokens
-    for table in page_tables:
-        table.check()
-    if tokens.stride(1) != 1:
-        raise ValueError("each row of the token table must be contiguous")
-    batch, device = len(rows), rows.device
-    count = batch * queries
-    ids = torch.empty(count, dtype=torch.int64, device=device)
-    slots = torch.empty(len(page_tables), count, dtype=torch.int64, device=device)
-    token_rows, positions = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
-    if batch:
-        _verify_inputs_kernel[(batch,)](
-            *(ids, slots, token_rows, positions, *samples, tokens, tables.lengths, tables.ints, pages, rows),
-            *(tokens.stride(0), pages.stride(0), tokens.shape[1], count, queries),
-            COLUMNS=tuple((t.pages.storage_offset() - pages.storage_offset(), t.ring) for t in page_tables),
-            PAGE_SIZE=page_tables[0].page_size,
-            PAGE_STRIDE=page_tables[0].page_stride,
+    found = allocate_tokens(tables, page_tables, len(rows), queries)
+    if len(rows):
+        _verify_inputs_kernel[(len(rows),)](
+            *(*found, *samples, tokens, tables.lengths, tables.ints, pages, rows),
+            *(tokens.stride(0), pages.stride(0), tokens.shape[1], len(rows) * queries, queries),
+            **layout_constants(page_tables),
             PAD=MAX_QUERIES,
             PDL=pdl,
             num_warps=1,
             **({"launch_pdl": True} if pdl else {}),
         )
+    return found
+
+
+def allocate_tokens(
+    tables: SamplingTables, page_tables: Sequence[PageTable], num_rows: int, queries: int
+) -> VerifyTokens:
+    """Allocate the tokens of a step of `num_rows` rows with `queries` tokens each.
+
+    Raises ValueError if a kernel cannot read the tables.
+    """
+    for table in page_tables:
+        table.check()
+    if tables.tokens.stride(1) != 1:
+        raise ValueError("each row of the token table must be contiguous")
+    count, device = num_rows * queries, tables.tokens.device
+    ids = torch.empty(count, dtype=torch.int64, device=device)
+    slots = torch.empty(len(page_tables), count, dtype=torch.int64, device=device)
+    token_rows, positions = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
     return VerifyTokens(ids, slots, token_rows, positions)
