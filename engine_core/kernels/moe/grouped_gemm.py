@@ -53,6 +53,14 @@ def find_block(counts_ptr, E, block, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexp
 
 
 @triton.jit
+def load_pairs(pairs_ptr, expert, begin, count, T, BLOCK_M: tl.constexpr):
+    """Load the pairs of a block as `find_block` returns it, and return them with their mask."""
+    slots = begin + tl.arange(0, BLOCK_M)
+    mask = slots < count
+    return tl.load(pairs_ptr + expert.to(tl.int64) * T + slots, mask=mask, other=0), mask
+
+
+@triton.jit
 def _scaled_dot(weights, vectors, scales, PAIRS_LEFT: tl.constexpr):
     """Multiply [BLOCK_N, BLOCK_K] by [BLOCK_K, BLOCK_M] and the scales of pairs. PAIRS_LEFT: transpose the result."""
     if PAIRS_LEFT:
@@ -127,9 +135,7 @@ def _grouped_gemm_kernel(
         if not GATED:
             wait_for_previous(PDL)
         return
-    slots = begin + tl.arange(0, BLOCK_M)
-    mask_m = slots < count
-    pairs = tl.load(pairs_ptr + expert.to(tl.int64) * T + slots, mask=mask_m, other=0)
+    pairs, mask_m = load_pairs(pairs_ptr, expert, begin, count, T, BLOCK_M)
     first = tl.program_id(0) * BLOCK_N
     offs_n = first + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -298,9 +304,8 @@ def _launch(
     (tokens, top_k), experts = routed.ids.shape, weight.shape[0]
     values, x_scales = (x, None) if isinstance(x, Tensor) else (x.values, x.scales)
     outputs, inputs = weight.shape[1] // (1 if activation is None else 2), weight.shape[2]
-    counts, pairs = routed.counts, routed.pairs
-    assert counts is not None and pairs is not None, "the pairs are not sorted by expert"
-    assert pairs.shape == (experts, tokens) and pairs.is_contiguous()
+    counts, pairs = routed.sorted_pairs()
+    assert len(counts) == experts, f"pairs of {len(counts)} experts, weights of {experts}"
     assert values.is_contiguous() and weight.is_contiguous() and values.shape[1] == inputs
     granularity = scale_granularity(scales)
     if granularity == "block":

@@ -18,7 +18,7 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import apply_gate
 from tandem.engine_core.kernels.linear.int4_layout import PER_WORD
 from tandem.engine_core.kernels.linear.int4_splitk import load_zeros, unpacked
-from tandem.engine_core.kernels.moe.grouped_gemm import find_block
+from tandem.engine_core.kernels.moe.grouped_gemm import find_block, load_pairs
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.plans import max_blocks
 from tandem.engine_core.kernels.moe.routing import Routed
@@ -70,9 +70,7 @@ def _int4_grouped_gemm_kernel(
         if not GATED:
             wait_for_previous(PDL)
         return
-    slots = begin + tl.arange(0, BLOCK_M)
-    mask_m = slots < count
-    pairs = tl.load(pairs_ptr + expert.to(tl.int64) * T + slots, mask=mask_m, other=0)
+    pairs, mask_m = load_pairs(pairs_ptr, expert, begin, count, T, BLOCK_M)
     first = tl.program_id(0) * BLOCK_N
     part = expert.to(tl.int64) * (2 if GATED else 1)
     # Weight rows past the end repeat the last ones and are not stored.
@@ -130,10 +128,8 @@ def int4_grouped_gemm(
     an activation, and x without.
     """
     (tokens, top_k), (outputs, inputs) = routed.ids.shape, weight.part_shape
-    counts, pairs = routed.counts, routed.pairs
-    assert counts is not None and pairs is not None, "the pairs are not sorted by expert"
+    counts, pairs = routed.sorted_pairs()
     experts = len(counts)
-    assert pairs.shape == (experts, tokens) and pairs.is_contiguous()
     assert x.is_contiguous() and x.shape == (tokens if activation is not None else tokens * top_k, inputs)
     assert weight.run and outputs % PER_WORD == 0, "no kernel reads groups of this size"
     out = torch.empty(tokens * top_k, outputs, device=x.device, dtype=x.dtype)

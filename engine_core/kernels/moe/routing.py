@@ -38,3 +38,10 @@ class Routed:
     """[E] int32, number of pairs of each expert; None if the pairs are not sorted."""
     pairs: Tensor | None = None
     """[E, T] int32, indices of the pairs of each expert in undefined order, `counts` of them; None if not sorted."""
+
+    def sorted_pairs(self) -> tuple[Tensor, Tensor]:
+        """Return `counts` and `pairs`, which must be there."""
+        counts, pairs = self.counts, self.pairs
+        assert counts is not None and pairs is not None, "the pairs are not sorted by expert"
+        assert pairs.shape == (len(counts), len(self.ids)) and pairs.is_contiguous()
+        return counts, pairs
