@@ -68,7 +68,7 @@ UPDATED_FILE = "weights-updated"
 
 
 def _updated_file(directory: Path | None) -> Path | None:
-    """Return the file that tells the next engine that a trainer has updated this one's weights."""
+    """Return the file that marks, for the next engine, that a trainer has updated the weights of this one."""
     return None if directory is None else directory / UPDATED_FILE
 
 

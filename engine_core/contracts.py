@@ -291,7 +291,7 @@ class WeightChange(Protocol):
         """
 
     def finish(self, problem: str) -> None:
-        """Take note that the change is in force, or of the problem that kept it from that."""
+        """Report the end of the change. problem: why it was not applied; "" if it was."""
 
 
 UpdateCommand = InitWeightTransfer | StartWeightUpdate | UpdateWeights | FinishWeightUpdate
@@ -308,10 +308,10 @@ class WeightUpdates(Protocol):
         """
 
     def advance(self) -> None:
-        """Go on with calls that wait for the trainer. Never blocks."""
+        """Continue the calls that wait for the trainer. Never blocks."""
 
     def abandon(self) -> None:
-        """Give up the update in progress, if there is one: what was received is never put into force."""
+        """Abandon the update in progress, if any: what was received is never used."""
 
 
 class CheckpointStager(Protocol):

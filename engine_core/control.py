@@ -321,7 +321,7 @@ class Control:
         return ""
 
     def advance_updates(self) -> None:
-        """Go on with the calls of a trainer, and give up an update in whose middle the engine was resumed."""
+        """Continue the calls of a trainer, and abandon an update during which the engine was resumed."""
         if self.updates is None:
             return
         self.updates.advance()

@@ -53,7 +53,7 @@ def mixed_rows(max_rows: int) -> tuple[int, ...]:
 
 
 def _wide(sizes: tuple[int, ...], max_rows: int) -> tuple[int, ...]:
-    """Return row counts that go on as far as the rows do."""
+    """Extend row counts up to `max_rows`."""
     return (*sizes, *range(sizes[-1] + WIDE_STEP, max_rows + WIDE_STEP, WIDE_STEP))
 
 

@@ -50,7 +50,7 @@ class AdapterFolder:
         return tuple([_stamp(os.fstat(descriptor)) for descriptor in self._descriptors.values()])
 
     def opener(self, path: str, flags: int) -> int:
-        """Open one of the files again, as the `opener` of `open` does, whatever its name leads to by now."""
+        """Open one of the files again, as the `opener` of `open` does, even if its name now refers to another."""
         return os.open(f"/proc/self/fd/{self._descriptors[Path(path)]}", flags)
 
     def _open(self, name: str) -> int:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class SideCopies:
-    """Copies to a GPU on a stream of their own, which runs beside the steps."""
+    """Copies to a GPU on a stream of their own, which overlap with steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

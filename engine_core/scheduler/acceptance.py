@@ -39,7 +39,7 @@ class Acceptance:
         self._update()
 
     def forget(self) -> None:
-        """Let earlier drafts count as few."""
+        """Reduce the weight of earlier drafts."""
         for index, weight in enumerate(self._tried):
             if weight > PROBED_WEIGHT:
                 self._tried[index] = PROBED_WEIGHT

@@ -50,7 +50,7 @@ class WeightSwitch:
         return self.change is not None and not in_flight and (self.change.running != "wait" or not num_begun)
 
     def apply(self) -> bool:
-        """Apply the change that is due, with nothing in flight; return whether other weights are in force now."""
+        """Apply the change that is due, with nothing in flight; return whether other weights are used now."""
         change, self.change = self.change, None
         assert change is not None, "no change is due"
         try:
@@ -67,7 +67,7 @@ class WeightSwitch:
         return name is not None
 
     def note_woken(self, is_complete: bool) -> None:
-        """Take note of weights that a sleep has dropped. is_complete: False if they were not loaded again."""
+        """Record whether weights that a sleep dropped are back. is_complete: False if they were not loaded again."""
         self.is_complete = is_complete
         self.problem = "" if is_complete else "a sleep of level 2 has dropped them"
 

@@ -126,7 +126,7 @@ def _check_given_size(options: EngineOptions, memory: Memory, pool: int, token_b
 
 
 def _num_state_slots(config: StepConfig, memory: Memory, token_bytes: int, states: StateSizes) -> int:
-    """Return the number of checkpoints that fit their share of the memory, and beside a pool of a given size."""
+    """Return the number of checkpoints that fit their share of the memory, next to a KV pool of a given size."""
     options = config.options
     if not config.prefix_cache or not states.checkpoint:
         return 0

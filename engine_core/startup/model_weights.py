@@ -60,7 +60,7 @@ class ModelWeights:
         """
         try:
             self.load(directory, config, progress)
-        except Exception as error:  # The engine goes on, whatever a checkpoint makes its layers raise.
+        except Exception as error:  # Layers may raise anything on a bad checkpoint; the engine continues.
             logger.exception("%s could not be loaded", directory)
             is_intact = active is not None and self._reload(active, config)
             raise WeightsError(f"{directory} could not be loaded: {error}", is_intact=is_intact) from error

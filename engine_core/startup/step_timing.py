@@ -136,7 +136,7 @@ def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) 
         known = (largest, table[0, largest]) if largest else (1, table[graphs.rows[0], 0])
         eager = {size: time for size, time in _line(known, _time_step(runtime, longest)) if size > largest}
         table |= {(0, size): time for size, time in eager.items()}
-        if graphs.mixed:  # Beside rows too these sizes run: as no graph holds them, no graph is missed.
+        if graphs.mixed:  # These sizes also run with decode rows: no graph holds either.
             rows = config.max_rows
             table |= {(rows, size): time * (rows + size) / size for size, time in eager.items()}
     if graphs.mixed and not any(bucket.num_decode_tokens for bucket in graphs.mixed[0]):

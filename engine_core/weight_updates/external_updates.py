@@ -207,11 +207,11 @@ class ExternalUpdates:
         self.switch.begin(Finish(self.model, slots, version or f"update-{self._count}", running, reply))
 
     def abandon(self) -> None:
-        """Give up the update in progress, and keep the group."""
+        """Abandon the update in progress, and keep the group."""
         self._announced = self.slots = None
 
     def fail(self) -> None:
-        """Give up the update in progress and its group."""
+        """Abandon the update in progress, and leave its group."""
         self.abandon()
         self.close()
 
@@ -254,7 +254,7 @@ class Receive:
                 self.group.receive(buffer[:size], left)
                 for spec, tensor in zip(chunk, unpacked(buffer, chunk), strict=True):
                     updates.slots.write(spec.name, tensor)
-        except Exception as error:  # Whatever went wrong, the weights are incomplete and the engine goes on.
+        except Exception as error:  # After any error the weights are incomplete, and the engine continues.
             if not isinstance(error, TransferError | ConfigError):
                 logger.exception("an update failed")
             updates.fail()
@@ -266,7 +266,7 @@ class Receive:
 
 
 class Finish:
-    """Implement `WeightChange`: put an update into force that was received whole."""
+    """Implement `WeightChange` for an update of which all tensors were received."""
 
     def __init__(self, model: ModelParts, slots: UpdateSlots, version: str, running: RunningMode, reply: Reply) -> None:
         self.model = model

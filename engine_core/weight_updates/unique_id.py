@@ -14,7 +14,7 @@ _MODULE = ".device_communicators.pynccl_wrapper"
 
 
 class _UniqueId:
-    """Stands for vLLM's class, which is never imported."""
+    """Replacement of vLLM's class, which is never imported."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.data = data

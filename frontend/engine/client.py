@@ -391,7 +391,7 @@ class EngineClient:
                 self._refuse(f"the engine refused this frontend: {message}")
 
     def _learn_adapters(self, epoch: int, listed: AdapterList | None) -> None:
-        """Take note of the adapters of an engine, and tell it once they are known here."""
+        """Record the adapters of an engine, and acknowledge a list that has changed."""
         link = self._link
         if self.adapters.observe(epoch, listed) and listed and link is not None and link.ready and link.epoch == epoch:
             link.send(Renew(listed.changes))

@@ -96,7 +96,7 @@ def _few_rows_gemv(
 ) -> GemvPlan | None:
     """Return the measured GEMV of 2 to 4 rows, None without one and for other numbers of rows.
 
-    No rule tells in advance: whether it is faster than a split-K GEMM depends on the instructions per byte of the GPU.
+    A rule would not do: whether it is faster than a split-K GEMM depends on the instructions per byte of the GPU.
     """
     if not 1 < rows <= FEW_ROWS or itemsize != 2:
         return None

@@ -144,7 +144,7 @@ def swap_router(service: Service) -> APIRouter:
         """Swap weights, and answer once those of the checkpoint serve, or are staged.
 
         The checkpoint must be of the same model: architecture, shapes, tokenizer, quantization, chat template,
-        generation config. It is checked and read first, while the server goes on.
+        generation config. It is checked and read first, while the server keeps serving.
         """
         check_allowed(service, request)
         root = service.config.swap_root

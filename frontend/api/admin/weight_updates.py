@@ -158,7 +158,7 @@ def weight_updates_router(service: Service) -> APIRouter:
     async def update_weights(request: Request) -> dict[str, str]:
         """Receive tensors that the trainer broadcasts, and answer once all have arrived.
 
-        Names, dtypes and shapes are checked before. Empty lists stand for those of the call before.
+        Names, dtypes and shapes are checked before. Empty lists mean those of the previous call.
         """
         check_allowed(service, request)
         async with service.pending.receive(request, parse_update) as info:

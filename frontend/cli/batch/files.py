@@ -186,7 +186,7 @@ class BatchOutput:
             with suppress(OSError):  # A partial result would make later ones unreadable.
                 os.ftruncate(self._file.fileno(), start)
             raise BatchError(
-                f"{self._file.name} cannot be written: {error.strerror}; mend that and run the same command again"
+                f"{self._file.name} cannot be written: {error.strerror}; fix that and run the same command again"
             ) from None
         self.done[outcome.custom_id] = outcome.succeeded
 
