@@ -15,9 +15,12 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.speculation import NgramDrafter
 from tandem.engine_core.startup import engine as startup_engine
 from tandem.engine_core.startup.device import DeviceParts, open_parts
+from tandem.engine_core.startup.runtime import MAX_SCAN
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
@@ -201,7 +204,15 @@ def test_a_prediction_of_the_answer_is_accepted(kind: str, temperature: float, f
     found = [[row for row in driven.mailbox.drafts[CLIENT, number] if row[2]] for number in (1, 2, 3)]
     accepted = [sum(right for _, right, _ in drafts) for drafts in found]
     assert not found[1] and 8 <= accepted[0] <= 10 and accepted[2] >= 16
+    assert all(right <= drafted <= 3 for drafts in found for drafted, right, _ in drafts)
     assert sum(drafted for drafted, _, _ in found[0]) > accepted[0]
+
+
+def test_matches_have_the_lengths_of_the_options(folder: Path) -> None:
+    options: dict[str, Any] = {"speculate_min_match": 3, "speculate_max_match": 5}
+    speculator = runtime_of(build(folder, KINDS["cpu"], speculate="ngram", **options)).speculator
+    assert speculator is not None and isinstance(speculator.drafter, NgramDrafter)
+    assert speculator.drafter.rule == NgramRule(3, 5, MAX_SCAN)
 
 
 def test_a_prediction_survives_a_preemption(folder: Path) -> None:
