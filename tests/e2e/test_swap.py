@@ -33,7 +33,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     log = tmp_path_factory.mktemp("serving") / "log"
     flags = ("--enable-weight-updates", "--swap-root", str(root), "--threads", "1", "--frontends", "1")
-    with Serving(log, "--model", str(root / "a"), *flags) as found:
+    # Two requests with two choices each: one choice waits for a row.
+    with Serving(log, "--model", str(root / "a"), *flags, "--max-rows", "3") as found:
         yield found
 
 
@@ -74,7 +75,7 @@ class Load:
 
 
 def complete(serving: Serving, prompt: str = "What is this?") -> tuple[int, dict[str, Any]]:
-    body = {"model": "a", "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+    body = {"model": "a", "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True, "n": 2}
     return serving.post("/v1/completions", body | {"return_token_ids": True})
 
 
@@ -105,10 +106,10 @@ def stage(serving: Serving) -> str:
 
 
 def check_unmixed(answer: dict[str, Any], texts: dict[str, str]) -> str:
-    """Check that one checkpoint computed an answer; return its name."""
-    text = answer["choices"][0]["text"]
-    found = [name for name, sample in texts.items() if sample.strip() in text]
-    assert len(found) == 1, text
+    """Check that one checkpoint computed all choices of an answer; return its name."""
+    given = [choice["text"] for choice in answer["choices"]]
+    found = [name for name, sample in texts.items() if any(sample.strip() in text for text in given)]
+    assert len(found) == 1 and len(given) == 2, given
     assert "weight_versions" not in answer["usage"]
     return found[0]
 
@@ -166,8 +167,11 @@ def test_restarted_streams_report_their_spans(serving: Serving, texts: dict[str,
         if spans is None:
             check_unmixed(answer, texts)
             continue
-        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
-        assert spans[-1]["end"] == LENGTH and spans[-1]["version"] == answer["usage"]["weight_version"]
+        for choice in range(2):
+            own = [span for span in spans if span["choice"] == choice]
+            assert [span["start"] for span in own] == [0, *(span["end"] for span in own[:-1])]
+            assert own[-1]["end"] == LENGTH
+        assert spans[-1]["version"] == answer["usage"]["weight_version"]
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_while_serving_continues(serving: Serving, root: Path) -> None:
@@ -220,7 +224,7 @@ def test_every_api_reports_the_version(serving: Serving) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_two_hundred_swaps(serving: Serving, texts: dict[str, str]) -> None:
     modes = ("wait", "abort")
     for number in range(200):
