@@ -92,6 +92,8 @@ class Engine:
         """Set from outside, for example by a signal handler, to end `run`."""
         self._weight_facts = control.weights.facts
         self._last_step_id = 0
+        self._has_undrained = False
+        """True if the last drain may have left commands."""
         self._masks: deque[MaskedRows] = deque()
         """Masks of the sampled steps in flight, oldest first."""
 
@@ -196,7 +198,7 @@ class Engine:
         While sequences run, a tick spends at most DRAIN_SECONDS on commands and leaves the rest to the next tick, so
         that a burst of arrivals does not stall running streams.
         """
-        rejected = False
+        rejected, self._has_undrained = False, False
         busy = bool(self.pipeline.in_flight or self.scheduler.running)
         now = self.stages.clock()
         deadline = now + DRAIN_SECONDS
@@ -211,6 +213,7 @@ class Engine:
             elif answer is not None:
                 self.mailbox.reply(client, answer)
             if busy and self.stages.clock() >= deadline:
+                self._has_undrained = True
                 break
         if self.scheduler.compiling or self.compiler.is_busy:
             for seq_id, result in self.compiler.take_finished():
@@ -408,7 +411,9 @@ class Engine:
         """
         weights, scheduler = self.control.weights, self.scheduler
         change = weights.change
-        if change is not None and weights.is_due(self.pipeline.in_flight, scheduler.num_begun):
+        # Sequences of a request that has begun may be among the commands that are left.
+        may_begin = self._has_undrained and change is not None and change.running == "wait"
+        if change is not None and not may_begin and weights.is_due(self.pipeline.in_flight, scheduler.num_begun):
             self._report_weights()
             self.runtime.synchronize()
             if weights.apply():

@@ -1,10 +1,12 @@
 """Changes of the weights between two steps of the loop."""
 
+from itertools import count
+
 import pytest
 
 from tandem.engine_core.contracts import RunningMode
 from tandem.engine_core.errors import WeightsError
-from tandem.protocol.commands import Pause, Resume
+from tandem.protocol.commands import Inspect, Pause, Resume
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started, WeightFacts
 from tests.fakes.model import reference
@@ -75,6 +77,21 @@ class TestModes:
         for number, weights in {1: 0, 2: 0, 3: 0, 4: 9, 5: 9}.items():
             assert bench.mailbox.received[CLIENT, number] == whole(weights, PROMPT, 6), number
         assert bench.at_rest()
+
+    def test_wait_lets_a_sequence_end_that_is_read_later_than_the_first_of_its_request(self, depth: int) -> None:
+        bench = Bench(depth, rows=2)
+        times = count()
+        bench.engine.stages.clock = lambda: float(next(times))  # A tick with work reads one command.
+        bench.submit(1, 1, group=1)
+        bench.engine.tick()
+        bench.say(*[Inspect(number) for number in range(20)])
+        bench.submit(2, 6, group=1)
+        bench.submit(3, 6)
+        begun = change(bench, "wait")
+        bench.finish()
+        assert begun.problems == [""]
+        for number, length, weights in ((1, 1, 0), (2, 6, 0), (3, 6, 9)):
+            assert bench.mailbox.received[CLIENT, number] == whole(weights, PROMPT, length), number
 
     def test_wait_lets_a_sequence_end_whose_grammar_is_being_compiled(self, depth: int) -> None:
         bench = Bench(depth, rows=2)
