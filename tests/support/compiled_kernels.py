@@ -29,7 +29,8 @@ from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits, assig
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.table_updates import update_tables
-from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, Pieces, TokenRows
+from tandem.engine_core.kernels.delta_rule.accepted import fold_accepted
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, ModelStates, Pieces, TokenRows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv_kernel
@@ -259,6 +260,12 @@ def recurrent_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: kernels.find_pieces(rows)
     yield lambda: kernels.short_conv(x, half(shape.channels, 1, 4), shape, state, rows, pieces)
     yield lambda: kernels.delta_rule(x, gates, heads, heads, shape, state, rows, pieces)
+    models = ModelStates.allocate(shape, 2, 2, torch.bfloat16, torch.device("cpu"), max_drafts=7)
+    for number in (tokens, 40):  # Of few rows, and of more than `SMALL_BATCH`.
+        verified = TokenRows(*torch.zeros(2, number, dtype=torch.int32).unbind(), queries=8)
+        given = half(number, shape.channels), half(number, 2 * shape.value_heads), heads, heads, shape, models.layers[0]
+        yield lambda given=given, verified=verified: kernels.delta_rule(*given, verified, None)
+    yield lambda: fold_accepted(models.stacked, index, index, index, pdl=gpu.pdl)
     yield lambda: kernels.gated_norm(mixed, values, half(shape.value_dim), 1e-6, rows)
     yield lambda: kernels.sigmoid_gate(half(tokens, 1024), half(tokens, 8, 128))
 

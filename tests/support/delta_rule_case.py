@@ -11,6 +11,8 @@ from tandem.engine_core.kernels.kernel_set import KernelSet
 SMALL = DeltaRuleShape(key_heads=2, value_heads=4, key_dim=16, value_dim=32, conv_width=4)
 Work = tuple[int, int, int]
 """Table row, first position, number of positions."""
+Drafted = tuple[int, int, int, int]
+"""Table row, position of its token that is no draft, number of drafts, number of these that are right."""
 STEPS: list[tuple[list[Work], int]] = [
     ([(1, 0, 1), (2, 0, 2), (3, 0, 3), (4, 0, 130)], 1),
     ([(1, 1, 1), (2, 2, 1), (5, 0, 70), (3, 3, 1), (4, 130, 17)], 2),
@@ -37,6 +39,7 @@ class DeltaRuleCase:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         """Draw inputs. lengths: of the sequences in rows 1, 2 and so on."""
         generator = torch.Generator().manual_seed(seed)
@@ -51,7 +54,7 @@ class DeltaRuleCase:
         self.conv = normal(shape.channels, 1, shape.conv_width, scale=0.5).to(dtype)
         self.a_log, self.dt_bias = normal(shape.value_heads) - 3, normal(shape.value_heads)
         self.weight = (1 + normal(shape.value_dim, scale=0.2)).to(dtype)
-        self.state = DeltaRuleState.allocate(shape, len(lengths) + 1, dtype, torch.device(device), ring)
+        self.state = DeltaRuleState.allocate(shape, len(lengths) + 1, dtype, torch.device(device), ring, max_drafts)
         for tensor in self.tensors:
             tensor.copy_(normal(*tensor.shape, scale=50))
 
@@ -86,6 +89,31 @@ class DeltaRuleCase:
             num_single + (padding if num_single else 0) if num_single < len(work) else len(rows),
             len(work) - num_single,
         )
+        return self._run(x, tokens)
+
+    def verify(self, work: Sequence[Drafted], queries: int) -> Tensor:
+        """Run one step of rows with drafts and return the outputs of all tokens, [rows * queries, values].
+
+        A wrong draft, and all after it, have the inputs of another row, NaN for every other row of the memory.
+        """
+        parts, rows, positions = [], [], []
+        for row, start, drafts, right in work:
+            wrong = self.inputs[row % len(self.inputs)][: queries - 1 - right]
+            if row % 2 == 0:
+                wrong = torch.full_like(wrong, torch.nan)
+            own = self.inputs[row - 1][start : start + 1 + right]
+            parts += [own, wrong]
+            rows += [row] * (1 + drafts) + [0] * (queries - 1 - drafts)
+            positions += [start + min(index, drafts) for index in range(queries)]
+        device = self.conv.device
+        tokens = TokenRows(
+            torch.tensor(rows, dtype=torch.int32, device=device),
+            torch.tensor(positions, dtype=torch.int32, device=device),
+            queries=queries,
+        )
+        return self._run(torch.cat(parts), tokens)
+
+    def _run(self, x: Tensor, tokens: TokenRows) -> Tensor:
         pieces, shape = self.kernels.find_pieces(tokens), self.shape
         gate = x[:, shape.channels : shape.channels + shape.values]
         gates = x[:, shape.channels + shape.values :]

@@ -118,6 +118,7 @@ def _row_states_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     R: tl.constexpr,
+    U: tl.constexpr,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -134,7 +135,7 @@ def _row_states_kernel(
         row = tl.load(rows_ptr + first).to(tl.int64)
         start = tl.load(positions_ptr + first).to(tl.int32)
         own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
-        own_updates_ptr = updates_ptr + (row * HEADS + head) * R * V
+        own_updates_ptr = updates_ptr + (row * HEADS + head) * U * V
         own_keys_ptr = keys_ptr + (row * KEY_HEADS + key_head) * 2 * R * K
         own_decays_ptr = decays_ptr + (row * HEADS + head) * 2 * R
         state = tl.load(own_base_ptr, mask=(start > 0) & (k_index[:, None] >= 0), other=0.0)
@@ -145,7 +146,7 @@ def _row_states_kernel(
             at = start - back
             weight = tl.exp(total - tl.load(own_decays_ptr + at % (2 * R)))
             old_key = tl.load(own_keys_ptr + (at % (2 * R)) * K + k_index).to(tl.float32) * weight
-            state += old_key[:, None] * tl.load(own_updates_ptr + (at % R) * V + v_index)[None, :]
+            state += old_key[:, None] * tl.load(own_updates_ptr + (at % U) * V + v_index)[None, :]
         # The ring's last boundary before the end, and the first token behind it.
         after = start + end - first
         boundary = after - ((after + R - 1) % R + 1)
@@ -181,7 +182,7 @@ def _row_states_kernel(
                     tl.store(own_base_ptr, state * tl.exp(until) + added)
                 position = start + begin - first + index
                 newest = inside & (index >= kept)
-                update_ptr = own_updates_ptr + (position % R)[:, None] * V + v_index[None, :]
+                update_ptr = own_updates_ptr + (position % U)[:, None] * V + v_index[None, :]
                 tl.debug_barrier()
                 tl.store(update_ptr, update, mask=newest[:, None])
             weighted = (update * tl.exp(last - sums)[:, None]).to(key.dtype)
@@ -276,6 +277,7 @@ def chunked(
         **sizes,
         V=shape.value_dim,
         R=ring,
+        U=state.num_updates,
         BLOCK=block,
         PRECISION=precision,
         num_warps=MATMUL_WARPS,

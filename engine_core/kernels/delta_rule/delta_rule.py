@@ -1,4 +1,4 @@
-"""The gated delta rule of a step, by the kernels for single tokens and for pieces of rows."""
+"""The gated delta rule of a step, by the kernels for single tokens, for drafts and for pieces of rows."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.delta_rule.chunked import chunked
 from tandem.engine_core.kernels.delta_rule.single_tokens import single_tokens
 from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, Pieces, TokenRows
+from tandem.engine_core.kernels.delta_rule.verified_tokens import verified_tokens
 
 
 def delta_rule(
@@ -24,7 +25,9 @@ def delta_rule(
     The result is undefined for padding.
     """
     out = torch.empty(len(qkv), shape.value_heads, shape.value_dim, dtype=qkv.dtype, device=qkv.device)
-    if tokens.num_single:
+    if tokens.queries > 1:
+        verified_tokens(out, qkv, gates, a_log, dt_bias, shape, state, tokens, pdl)
+    elif tokens.num_single:
         single_tokens(out, qkv, gates, a_log, dt_bias, shape, state, tokens, pdl)
     if pieces is not None:
         chunked(out, qkv, gates, a_log, dt_bias, shape, state, tokens, pieces, pdl)

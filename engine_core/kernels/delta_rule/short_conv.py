@@ -1,7 +1,8 @@
 """Causal convolution over a few positions, SiLU, and the norms of queries and keys, in one launch.
 
 A program computes one head of some tokens. A second launch keeps the newest inputs of rows with several tokens; single
-tokens keep theirs in the first. Oracle: `reference.delta_rule.short_conv`. `pdl`: see `kernels.dependent_launch`.
+tokens, and those that verify drafts, keep theirs in the first. Oracle: `reference.delta_rule.short_conv`. `pdl`: see
+`kernels.dependent_launch`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -27,7 +28,7 @@ def _short_conv_kernel(
     rows_ptr,
     positions_ptr,
     tokens,
-    num_single,
+    num_kept,
     x_stride,
     out_stride,
     scale,
@@ -74,8 +75,8 @@ def _short_conv_kernel(
         factor = tl.rsqrt(tl.sum(wide * wide, 1) + EPS) * tl.where(head < KEY_HEADS, scale, 1.0)
         mixed = (wide * tl.where(head < NORMED, factor, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :], mixed, mask=inside[:, None])
-    keeps = inside & (row > 0) & (token < num_single)
-    # Other programs read other entries, as there are at least WIDTH of them.
+    keeps = inside & (row > 0) & (token < num_kept)
+    # Other programs read other entries: of a row's tokens in the step and the WIDTH - 1 before, each has its own.
     target = kept_ptr + (position % COLUMNS) * CHANNELS
     tl.store(target[:, None] + channel[None, :], own, mask=keeps[:, None])
 
@@ -128,6 +129,7 @@ def short_conv(
         if size & (size - 1):
             raise ValueError(f"heads of {size} elements are not supported; the size must be a power of two")
     count, launch = len(x), {"launch_pdl": True} if pdl else {}
+    num_kept = tokens.num_single if tokens.queries == 1 else count
     out = torch.empty(count, shape.channels, dtype=x.dtype, device=x.device)
     if not count:
         return out
@@ -138,7 +140,7 @@ def short_conv(
         heads = [(normed + shape.value_heads, shape.key_dim, 0, normed)]
     for number, size, first, normed in heads:
         _short_conv_kernel[(triton.cdiv(count, block), number)](
-            *(out, x, weight, state.columns, tokens.rows, tokens.positions, count, tokens.num_single),
+            *(out, x, weight, state.columns, tokens.rows, tokens.positions, count, num_kept),
             *(x.stride(0), out.stride(0), shape.key_dim**-0.5),
             KEY_HEADS=shape.key_heads,
             D=size,

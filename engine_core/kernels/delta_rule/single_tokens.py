@@ -53,6 +53,7 @@ def _single_tokens_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     R: tl.constexpr,
+    U: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -64,7 +65,7 @@ def _single_tokens_kernel(
     has_state = (row > 0) & (position > 0)
     cursor = position % R
     own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
-    own_updates_ptr = updates_ptr + (row * HEADS + head) * R * V + v_index
+    own_updates_ptr = updates_ptr + (row * HEADS + head) * U * V + v_index
     own_keys_ptr = keys_ptr + (row * KEY_HEADS + key_head) * 2 * R * K + k_index
     own_decays_ptr = decays_ptr + (row * HEADS + head) * 2 * R
     # The preceding kernel, the convolution, writes none of these.
@@ -72,7 +73,8 @@ def _single_tokens_kernel(
     in_ring = (row > 0) & (r_index < cursor)
     at = (position - cursor + r_index) % (2 * R)
     old_keys = tl.load(own_keys_ptr[None, :] + at[:, None] * K, mask=in_ring[:, None], other=0.0)
-    updates = tl.load(own_updates_ptr[None, :] + r_index[:, None] * V, mask=in_ring[:, None], other=0.0)
+    own_index = (position - cursor + r_index) % U
+    updates = tl.load(own_updates_ptr[None, :] + own_index[:, None] * V, mask=in_ring[:, None], other=0.0)
     old_decays = tl.load(own_decays_ptr + at, mask=in_ring, other=0.0)
     total = tl.load(own_decays_ptr + (position + 2 * R - 1) % (2 * R), mask=has_state, other=0.0)
     wait_for_previous(PDL)
@@ -88,10 +90,10 @@ def _single_tokens_kernel(
         if (cursor == 0) & has_state:
             base = base * tl.exp(total)
             for back in range(1, R + 1):
-                index = (position + 2 * R - back) % (2 * R)
+                index = (position - back) % (2 * R)
                 weight = tl.exp(total - tl.load(own_decays_ptr + index))
                 old_key = tl.load(own_keys_ptr + index * K).to(tl.float32) * weight
-                base += old_key[:, None] * tl.load(own_updates_ptr + (index % R) * V)[None, :]
+                base += old_key[:, None] * tl.load(own_updates_ptr + ((position - back) % U) * V)[None, :]
         if cursor == 0:
             # The layouts of load and store may differ.
             tl.debug_barrier()
@@ -108,12 +110,19 @@ def _single_tokens_kernel(
         result += tl.sum(key * query) * update
         # Reads of the ring by this program come before these writes; others write other entries.
         tl.debug_barrier()
-        tl.store(own_updates_ptr + cursor * V, update)
+        tl.store(own_updates_ptr + (position % U) * V, update)
         if part == 0:
             tl.store(own_decays_ptr + position % (2 * R), total)
             if head % (HEADS // KEY_HEADS) == 0:
                 tl.store(own_keys_ptr + (position % (2 * R)) * K, stored_key)
         tl.store(out_ptr + (token * HEADS + head) * V + v_index, result.to(out_ptr.dtype.element_ty))
+
+
+def check_heads(shape: DeltaRuleShape) -> None:
+    """Raise ValueError for heads of other sizes than powers of two from 16 on."""
+    for size in (shape.key_dim, shape.value_dim):
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"heads of {size} elements are not supported; the size must be a power of two from 16 on")
 
 
 def single_tokens(
@@ -132,9 +141,7 @@ def single_tokens(
     out: [T, value_heads, value_dim], written but for padding; qkv: contiguous; gates: rows contiguous. Raises
     ValueError for heads of other sizes than powers of two from 16 on.
     """
-    for size in (shape.key_dim, shape.value_dim):
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"heads of {size} elements are not supported; the size must be a power of two from 16 on")
+    check_heads(shape)
     block, warps = (SMALL_VALUE_BLOCK, SMALL_WARPS) if tokens.num_single <= SMALL_BATCH else (VALUE_BLOCK, WARPS)
     block = min(block, shape.value_dim)
     _single_tokens_kernel[(tokens.num_single, shape.value_heads, shape.value_dim // block)](
@@ -145,6 +152,7 @@ def single_tokens(
         K=shape.key_dim,
         V=shape.value_dim,
         R=state.ring,
+        U=state.num_updates,
         BLOCK=block,
         PDL=pdl,
         num_warps=warps,

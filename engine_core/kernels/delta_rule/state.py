@@ -10,6 +10,11 @@ base and do not write it. After tokens 0 to p - 1, the base covers the first `ba
 written at multiples of the ring's size. Inputs of the convolution are kept from `conv_width - 1` before the base on: a
 copy of these and of the base is a checkpoint from which another row can continue (`checkpoints.py`).
 
+A step that verifies drafts computes several tokens of a row, of which it may reject all but the first. It adds all of
+them to the ring, which has room for that many more, and keeps the base as it was at the first. Once the drafts are
+accepted, `accepted.py` writes the base of the rows that have passed a multiple of the ring's size. Rejected tokens are
+never read: those that a row computes next overwrite them.
+
 A row has no content before position 0: whatever the memory holds then counts as zeros.
 """
 
@@ -48,14 +53,14 @@ class DeltaRuleShape(Struct, frozen=True, kw_only=True):
         """Channels of the values."""
         return self.value_heads * self.value_dim
 
-    def num_columns(self, ring: int = RING) -> int:
+    def num_columns(self, ring: int = RING, max_drafts: int = 0) -> int:
         """Return the number of positions for which inputs of the convolution are kept."""
-        return ring + self.conv_width - 1
+        return ring + max_drafts + self.conv_width - 1
 
-    def row_bytes(self, itemsize: int, ring: int = RING) -> int:
-        """Return the bytes of one row of a layer. itemsize: of the model's dtype."""
-        wide = self.value_heads * (self.key_dim * self.value_dim + ring * self.value_dim + 2 * ring)
-        narrow = 2 * ring * self.key_heads * self.key_dim + self.num_columns(ring) * self.channels
+    def row_bytes(self, itemsize: int, ring: int = RING, max_drafts: int = 0) -> int:
+        """Return the bytes of one row of a layer; see `DeltaRuleState.allocate`. itemsize: of the model's dtype."""
+        wide = self.value_heads * (self.key_dim * self.value_dim + (ring + max_drafts) * self.value_dim + 2 * ring)
+        narrow = 2 * ring * self.key_heads * self.key_dim + self.num_columns(ring, max_drafts) * self.channels
         return 4 * wide + itemsize * narrow
 
     def checkpoint_bytes(self, itemsize: int) -> int:
@@ -74,21 +79,26 @@ class DeltaRuleState:
     base: Tensor
     """[rows, value_heads, key_dim, value_dim] float32."""
     updates: Tensor
-    """[rows, value_heads, R, value_dim] float32: u of the token at position p is at index p % R."""
+    """[rows, value_heads, U, value_dim] float32, with U = R + drafts of a step: u of position p is at index p % U."""
     keys: Tensor
     """[rows, key_heads, 2 * R, key_dim] in the model's dtype, normalized: the key of position p is at p % (2 * R).
 
-    Twice the size of `updates`, as programs that fold a full ring read keys while another writes the next one.
+    Twice the size of the ring, as programs that fold a full ring read keys while another writes the next one.
     """
     decays: Tensor
     """[rows, value_heads, 2 * R] float32: G of each position since the base, at the index of the key."""
     columns: Tensor
-    """[rows, C, channels] in the model's dtype, with C = R + conv_width - 1: last inputs of the convolution. Position p
+    """[rows, C, channels] in the model's dtype, with C = U + conv_width - 1: last inputs of the convolution. Position p
     is at index p % C."""
 
     @property
     def ring(self) -> int:
-        """Size R of the ring."""
+        """Size R of the ring, without the drafts of a step."""
+        return self.keys.shape[-2] // 2
+
+    @property
+    def num_updates(self) -> int:
+        """Number U of tokens whose updates are kept: those of the ring, and the drafts of a step."""
         return self.updates.shape[-2]
 
     @property
@@ -98,19 +108,30 @@ class DeltaRuleState:
 
     @classmethod
     def allocate(
-        cls, shape: DeltaRuleShape, rows: int, dtype: torch.dtype, device: torch.device, ring: int = RING
+        cls,
+        shape: DeltaRuleShape,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ring: int = RING,
+        max_drafts: int = 0,
     ) -> "DeltaRuleState":
-        """Allocate the memory of a layer. rows: the padding row included; dtype: of the model."""
+        """Allocate the memory of a layer.
+
+        rows: the padding row included; dtype: of the model; max_drafts: of a row in a step that verifies drafts, at
+        most `ring`.
+        """
+        assert max_drafts <= ring, f"keys and decays of {2 * ring} positions, for {max_drafts} drafts"
 
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(rows, *sizes, dtype=dtype, device=device)
 
         return cls(
             base=empty(shape.value_heads, shape.key_dim, shape.value_dim),
-            updates=empty(shape.value_heads, ring, shape.value_dim),
+            updates=empty(shape.value_heads, ring + max_drafts, shape.value_dim),
             keys=empty(shape.key_heads, 2 * ring, shape.key_dim, dtype=dtype),
             decays=empty(shape.value_heads, 2 * ring),
-            columns=empty(shape.num_columns(ring), shape.channels, dtype=dtype),
+            columns=empty(shape.num_columns(ring, max_drafts), shape.channels, dtype=dtype),
         )
 
 
@@ -125,10 +146,16 @@ class ModelStates:
 
     @classmethod
     def allocate(
-        cls, shape: DeltaRuleShape, layers: int, rows: int, dtype: torch.dtype, device: torch.device
+        cls,
+        shape: DeltaRuleShape,
+        layers: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_drafts: int = 0,
     ) -> "ModelStates":
         """Allocate the memory of all layers; see `DeltaRuleState.allocate`."""
-        flat = DeltaRuleState.allocate(shape, layers * rows, dtype, device)
+        flat = DeltaRuleState.allocate(shape, layers * rows, dtype, device, max_drafts=max_drafts)
         tensors = [tensor.view(layers, rows, *tensor.shape[1:]) for tensor in flat.tensors]
         return cls(DeltaRuleState(*tensors), tuple(DeltaRuleState(*own) for own in zip(*tensors, strict=True)))
 
@@ -154,6 +181,9 @@ class TokenRows:
     """Number of leading tokens that are the only one of their row, or padding."""
     max_spans: int = 0
     """Largest number of rows that the other tokens can belong to."""
+    queries: int = 1
+    """More than 1 in a step that verifies drafts: each row has this many adjacent tokens, of which a number from the
+    first on are at consecutive positions, and the others are padding. None are single then."""
 
 
 @dataclass(frozen=True, slots=True)

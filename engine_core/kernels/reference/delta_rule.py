@@ -103,6 +103,16 @@ def delta_rule(
     value = qkv[:, keys_end:].float().view(len(qkv), shape.value_heads, shape.value_dim)
     beta = gates[:, : shape.value_heads].float().sigmoid()
     decay = -a_log.exp() * functional.softplus(gates[:, shape.value_heads :].float() + dt_bias)
+    if tokens.queries > 1:
+        for number in range(tokens.queries):
+            index = torch.arange(number, len(qkv), tokens.queries, device=qkv.device)
+            index = index[tokens.rows[index] > 0]
+            given = (query[index], key[index], value[index], beta[index], decay[index])
+            rows, positions = tokens.rows[index].long(), tokens.positions[index].long()
+            # After its first token a row has the base that it keeps until drafts are accepted.
+            bases = (positions - number) // state.ring * state.ring if number else None
+            out[index] = _single(*given, rows, positions, state, bases).to(out.dtype)
+        return out
     spans = find_spans(tokens)
     singles = [span for span in spans if span.length == 1]
     if singles:
@@ -118,17 +128,42 @@ def delta_rule(
     return out
 
 
-def fold(state: DeltaRuleState, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def fold_accepted(states: DeltaRuleState, rows: Tensor, lengths: Tensor, counts: Tensor) -> None:
+    """Write the base of rows whose accepted tokens have passed a multiple of the ring's size.
+
+    Afterwards each row has the memory that steps without drafts leave: a base of `base_length` tokens.
+
+    states: of all layers, as `ModelStates.stacked`; rows: [B] int32, 0 for padding; lengths: number of tokens of each
+    row, the last of which is not computed yet; counts: [B] int32, number of new tokens in the lowest 8 bits.
+    """
+    ring = states.ring
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+        computed = int(lengths[row]) - 1
+        before = (computed - (count & 0xFF)) // ring * ring
+        after = base_length(computed, ring)
+        if not row or not count & 0xFF or after <= before:
+            continue
+        for tensors in zip(*states.tensors, strict=True):
+            layer = DeltaRuleState(*tensors)
+            own = torch.tensor([[row], [after], [before]], device=rows.device)
+            matrix, total = fold(layer, *own)
+            layer.base[row] = matrix[0]
+            at = torch.arange(after, computed, device=rows.device) % (2 * ring)
+            layer.decays[row, :, at] -= total[0][:, None]
+
+
+def fold(state: DeltaRuleState, rows: Tensor, positions: Tensor, bases: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return S of rows after the tokens before given positions, and the sum of their decays since the base.
 
-    rows, positions: [B] int64. Returns [B, value_heads, key_dim, value_dim] and [B, value_heads].
+    rows, positions: [B] int64; bases: [B] int64, number of tokens in each base; None: as `base_length` says. Returns
+    [B, value_heads, key_dim, value_dim] and [B, value_heads].
     """
-    ring = state.ring
-    at = positions[:, None] - torch.arange(1, ring + 1, device=rows.device)
-    count = torch.where(positions > 0, (positions - 1) % ring + 1, 0)
+    ring, size = state.ring, state.num_updates
+    at = positions[:, None] - torch.arange(1, size + 1, device=rows.device)
+    count = torch.where(positions > 0, (positions - 1) % ring + 1, 0) if bases is None else positions - bases
     valid = (positions[:, None] - at <= count[:, None])[..., None]
     keys = state.keys[rows[:, None], :, at % (2 * ring)].float()
-    updates = state.updates[rows[:, None], :, at % ring]
+    updates = state.updates[rows[:, None], :, at % size]
     decays = state.decays[rows[:, None], :, at % (2 * ring)]
     total = torch.where((count > 0)[:, None], decays[:, 0], 0)
     weights = torch.where(valid, (total[:, None] - decays).exp(), 0)
@@ -148,15 +183,19 @@ def _single(
     rows: Tensor,
     positions: Tensor,
     state: DeltaRuleState,
+    bases: Tensor | None = None,
 ) -> Tensor:
-    """Run one token of each of B rows; return o, [B, value_heads, value_dim]."""
+    """Run one token of each of B rows; return o, [B, value_heads, value_dim].
+
+    bases: as in `fold`, of bases that are not written.
+    """
     ring = state.ring
-    matrix, total = fold(state, rows, positions)
-    is_full = positions % ring == 0
+    matrix, total = fold(state, rows, positions, bases)
+    is_full = positions % ring == 0 if bases is None else torch.zeros_like(rows, dtype=torch.bool)
     state.base[rows[is_full]] = matrix[is_full]
     matrix = matrix * decay.exp()[..., None, None]
     update = beta[..., None] * (value - torch.einsum("bhkv,bhk->bhv", matrix, key))
-    state.updates[rows, :, positions % ring] = update
+    state.updates[rows, :, positions % state.num_updates] = update
     state.decays[rows, :, positions % (2 * ring)] = torch.where(is_full[:, None], 0, total) + decay
     repeats = key.shape[1] // state.keys.shape[1]
     state.keys[rows, :, positions % (2 * ring)] = key[:, ::repeats].to(state.keys.dtype)
@@ -190,7 +229,7 @@ def _span(
                 total = -total
             newest = torch.arange(max(0, inside), length, device=key.device)
             at = position + newest
-            state.updates[row, :, at % ring] = update[:, newest]
+            state.updates[row, :, at % state.num_updates] = update[:, newest]
             state.decays[row, :, at % (2 * ring)] = total[:, None] + g[:, newest]
             repeats = len(k) // state.keys.shape[1]
             state.keys[row, :, at % (2 * ring)] = k[::repeats, newest].to(state.keys.dtype)
