@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.page_table import PageTable, layout_constants
 from tandem.engine_core.kernels.paged_pool import slots_of
 from tandem.engine_core.kernels.sampling.columns import NUM_INTS, TOTAL_LEN
-from tandem.engine_core.kernels.sampling.inputs import SamplingTables
+from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS, SamplingTables
 
 BLOCK = 128
 """Tokens per program."""
@@ -33,12 +33,14 @@ def decode_inputs_reference(
 
     Token i's input is the token table's entry for its row and position, and its key and value go to the slots that the
     page tables of the KV groups map this position to. A negative position means the row's newest token, and `positions`
-    is updated with it. `kept` receives copies of rows and positions. Shapes and dtypes are those of `decode_inputs`;
-    this is its oracle.
+    is updated with it. `kept` receives copies of rows and positions, row 0 for a row that has all its tokens and would
+    compute its newest one. Shapes and dtypes are those of `decode_inputs`; this is its oracle.
     """
+    limits = tables.ints[:, INT_COLUMNS.index("total_len")]
+    is_finished = (positions < 0) & (tables.lengths >= limits)[rows.long()]
     tables.find_positions(rows, positions)
     if kept is not None:
-        kept[0].copy_(rows)
+        kept[0].copy_(torch.where(is_finished, 0, rows))
         kept[1].copy_(positions)
     row, position = rows.long(), positions.long()
     return tables.tokens[row, position].long(), torch.stack([table.slots(row, position) for table in page_tables])
@@ -77,7 +79,8 @@ def _decode_inputs_kernel(
     position = tl.where(given >= 0, given, tl.maximum(tl.minimum(newest, limit - 1) - 1, 0))
     tl.store(positions_ptr + offs, position, mask=mask)
     if KEEP:
-        tl.store(kept_rows_ptr + offs, row.to(tl.int32), mask=mask)
+        # There is nothing left to sample for a row that has all its tokens.
+        tl.store(kept_rows_ptr + offs, tl.where(ours & (newest >= limit), 0, row).to(tl.int32), mask=mask)
         tl.store(kept_positions_ptr + offs, position.to(tl.int32), mask=mask)
     position = position.to(tl.int64)
     token = tl.load(tokens_ptr + row * token_stride + position, mask=mask, other=0)
@@ -103,9 +106,9 @@ def decode_inputs(
 
     tables: of R rows; page_tables: one for each KV group, views of columns of one tensor of R rows; rows, positions:
     [B] int32, contiguous, rows below R, positions below max_len and within the rows' pages, or negative; bounds are not
-    checked, since the values are on the device; kept: [B] int32 each, written: rows, and resolved positions. Returns
-    (input_ids, slot_mapping), [B] and [groups, B] int64, and replaces negative positions. Raises ValueError if the rows
-    of a table are not contiguous or the page size is not a power of two.
+    checked, since the values are on the device; kept: [B] int32 each, written: rows, and resolved positions, as in the
+    oracle. Returns (input_ids, slot_mapping), [B] and [groups, B] int64, and replaces negative positions. Raises
+    ValueError if the rows of a table are not contiguous or the page size is not a power of two.
     """
     pages, tokens = page_tables[0].pages, tables.tokens
     for table in page_tables:

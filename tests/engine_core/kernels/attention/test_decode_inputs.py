@@ -19,13 +19,14 @@ def test_gathered_inputs_equal_the_oracle(batch: int, dtype: torch.dtype, page_s
     rows = torch.randint(0, 9, (batch,), dtype=dtype, device=device)
     positions = torch.randint(-64, 64, (batch,), dtype=dtype, device=device).clamp(min=-1)
     table, again = PageTable(pages, 8, page_stride), positions.clone()
-    kept = torch.zeros(2, batch, dtype=torch.int32, device=device)
+    kept, expected_kept = torch.zeros(2, 2, batch, dtype=torch.int32, device=device)
     found = decode_inputs(tables, [table], rows, positions, (kept[0], kept[1]))
-    for ours, expected in zip(found, decode_inputs_reference(tables, [table], rows, again), strict=True):
+    reference = decode_inputs_reference(tables, [table], rows, again, (expected_kept[0], expected_kept[1]))
+    for ours, expected in zip(found, reference, strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, expected)
     assert torch.equal(positions, again)
-    assert torch.equal(kept[0], rows.int()) and torch.equal(kept[1], positions.int())
+    assert torch.equal(kept, expected_kept) and torch.equal(kept[1], positions.int())
 
 
 def test_a_negative_position_is_that_of_the_rows_newest_token(device: str) -> None:
@@ -35,7 +36,9 @@ def test_a_negative_position_is_that_of_the_rows_newest_token(device: str) -> No
     rows = torch.tensor([1, 2, 3, 0, 4, 1], dtype=torch.int32, device=device)
     positions = torch.tensor([-1, -1, -1, -1, -1, 7], dtype=torch.int32, device=device)
     pages = torch.zeros(5, 4, dtype=torch.int32, device=device)
-    input_ids, _ = decode_inputs(tables, [PageTable(pages, 4, 24)], rows, positions)
+    kept = torch.zeros_like(rows), torch.zeros_like(rows)
+    input_ids, _ = decode_inputs(tables, [PageTable(pages, 4, 24)], rows, positions, kept)
+    assert kept[0].tolist() == [1, 0, 3, 0, 0, 1], "such a row is padding for what must not happen twice"
     assert positions.tolist() == [3, 7, 8, 0, 0, 7], "a row with all of its tokens computes the last but one again"
     assert input_ids.tolist() == [16 + 3, 32 + 7, 48 + 8, 0, 64, 16 + 7]
 
