@@ -294,6 +294,8 @@ class Scheduler:
             if stats.max_drafts:
                 seq.num_inflight_drafts -= plan.num_drafts
             if seq.outcome is not None:
+                if run:  # What its row has on the device counts when its recurrent state is kept.
+                    seq.num_scheduled_tokens += count - 1
                 self._on_zombie(seq)
                 continue
             assert run, f"no token for {seq}, which has not ended"
@@ -304,15 +306,14 @@ class Scheduler:
             before = len(known)
             if has_failed or before + count >= seq.total_len or not seq.end_ids.isdisjoint(run):
                 outcome = append_tokens(seq, run, self.updates)
-                added = len(known) - before
             else:
-                outcome, added = None, count
+                outcome = None
                 known.fromlist(run)
                 request_ids += [seq.request_id] * count
                 tokens += run
-            # The device has computed the positions of the drafts that it accepted. A later step in flight counts one
-            # that it does not compute if these tokens are the last.
-            scheduled = seq.num_scheduled_tokens + added - 1
+            # The device has computed the positions of the drafts that it accepted, also of those after a stop. A later
+            # step in flight counts one that it does not compute if these tokens are the last.
+            scheduled = seq.num_scheduled_tokens + accepted
             seq.num_scheduled_tokens = scheduled if scheduled < seq.total_len else seq.kv_len
             if stats.max_drafts and before + 1 < seq.total_len:  # The last token of a row has no draft.
                 verified.append((num_drafts, accepted))

@@ -267,8 +267,11 @@ class FakeRuntime:
         admission = self.admissions[row.seq_id]
         return admission.prompt_len + admission.params.max_tokens
 
-    def _compute(self, row: ScheduledSequence, first: int, end: int) -> list[int]:
-        """Compute positions of a row; return the state at each position below `end`."""
+    def _compute(self, row: ScheduledSequence, first: int, end: int, is_verified: bool = False) -> list[int]:
+        """Compute positions of a row; return the state at each position below `end`.
+
+        is_verified: True if those after the first are drafts.
+        """
         known = self.tokens[row.row]
         states = list(itertools.accumulate([known[position] for position in range(end)], fold, initial=self.weights))[
             1:
@@ -281,9 +284,14 @@ class FakeRuntime:
             for position in range(0 if window is None else max(0, first + 1 - window), end):
                 expected, read = (group, position, states[position]), self.pool[self._slot(row, position, group)]
                 assert read == expected, f"{row} reads {read}, not {expected}"
-        if self.recurrent is not None:
-            self.recurrent.advance(row.row, first, end, states)
+        if self.recurrent is not None and not self._is_finished(row):
+            compute = self.recurrent.verify if is_verified else self.recurrent.advance
+            compute(row.row, first, states)
         return states
+
+    def _is_finished(self, row: ScheduledSequence) -> bool:
+        """Return whether a decode row has all its tokens: then its state stays as it is."""
+        return row.length == 1 and not row.tokens and self.lengths[row.row] >= self._limit(row)
 
     def _verify(self, row: ScheduledSequence, plan: StepPlan) -> tuple[int, list[int]]:
         """Compute the newest token of a row and its drafts; return its position and the states from there on."""
@@ -298,7 +306,7 @@ class FakeRuntime:
         if self.draft_model is not None:
             drafts = self._model_drafts(row, drafts, plan) if most > 0 else []
         known.update(enumerate(drafts, length))
-        states = self._compute(row, newest, newest + 1 + len(drafts))
+        states = self._compute(row, newest, newest + 1 + len(drafts), is_verified=True)
         return newest, states[newest:]
 
     def _model_drafts(self, row: ScheduledSequence, drafts: list[int], plan: StepPlan) -> list[int]:
@@ -345,6 +353,8 @@ class FakeRuntime:
                 if self.draft_model is not None and drafts:
                     self.draft_model.lengths[row.row] = length + min(len(run), plan.num_drafts) - 1
                 assert self.lengths[row.row] <= self._limit(row), f"{row} is beyond its limit"
+            if self.recurrent is not None:
+                self.recurrent.accept(row.row, self.lengths[row.row] - 1)
             if plan.logprobs >= 0:
                 scored = zip(of_row, run, strict=False)
                 records += [logprob_record(state, max(token, 0), plan.logprobs) for state, token in scored]

@@ -21,6 +21,8 @@ class FakeStates:
         self.rows: list[Held | None] = [None] * (rows + 1)
         self.bases: list[Held | None] = [None] * (rows + 1)
         self.slots: list[Held | None] = [None] * slots
+        self.drafted: dict[int, Sequence[int]] = {}
+        """Fold at each position that rows with drafts have computed, until some are accepted."""
         self.saved = self.loaded = 0
         """Number of copies."""
 
@@ -38,10 +40,29 @@ class FakeStates:
         self.saved += len(saves)
         self.loaded += len(loads)
 
-    def advance(self, row: int, first: int, end: int, folds: Sequence[int]) -> None:
-        """Compute positions of a row. folds: at each position below `end`."""
+    def advance(self, row: int, first: int, folds: Sequence[int]) -> None:
+        """Compute positions of a row from `first` on. folds: at each position below the end."""
+        self._check(row, first, folds)
+        self._hold(row, len(folds), folds)
+
+    def verify(self, row: int, first: int, folds: Sequence[int]) -> None:
+        """Compute a position of a row and its drafts; the base may cover the tokens before these only."""
+        self._check(row, first, folds)
+        self._hold(row, first + 1, folds)
+        self.rows[row], self.drafted[row] = None, folds
+
+    def accept(self, row: int, end: int) -> None:
+        """Go back to the positions of a row below `end`, if it has computed drafts."""
+        folds = self.drafted.pop(row, None)
+        if folds is not None:
+            self._hold(row, end, folds)
+
+    def _check(self, row: int, first: int, folds: Sequence[int]) -> None:
         before = (first, folds[first - 1]) if first else None
+        assert row not in self.drafted, f"row {row} goes on before its drafts are accepted"
         assert before is None or self.rows[row] == before, f"row {row} has {self.rows[row]} at {before}"
+
+    def _hold(self, row: int, end: int, folds: Sequence[int]) -> None:
         self.rows[row] = end, folds[end - 1]
         position = (end - 1) // self.interval * self.interval
         self.bases[row] = (position, folds[position - 1]) if position else None

@@ -45,6 +45,11 @@ SHAPES = {
     "drafts, short of pages and calm": Shape(2, 0.1, pages=(12, 30), requests=20, calm=True, drafts=7),
     "drafts, small pages": Shape(2, 0.0, page_size=1, pages=(40, 70), drafts=7),
     "drafts and windows": Shape(2, 0.1, cache=True, pages=(30, 60), windows=(None, 9, 5), drafts=7, sessions=0.4),
+    "drafts and states": Shape(depth=2, constrained=0.4, cache=True, states=(1, 12), drafts=7, sessions=0.4),
+    "drafts and states, blocking": Shape(1, 0.4, cache=True, states=(4, 40), drafts=3, sessions=0.4),
+    "drafts and states, short of pages": Shape(2, 0.0, cache=True, pages=(12, 40), states=(2, 20), drafts=0),
+    "drafts and states, calm": Shape(2, 0.0, pages=(12, 30), states=(1, 8), drafts=5, requests=20, calm=True),
+    "a draft model and states": Shape(2, 0.3, cache=True, states=(2, 20), drafts=3, draft_model=True, sessions=0.4),
     "a draft model": Shape(depth=2, constrained=0.3, cache=True, drafts=3, draft_model=True, sessions=0.4),
     "a draft model, adaptive": Shape(2, 0.0, cache=True, drafts=0, draft_model=True, sessions=0.4, requests=20),
     "a draft model, short of pages": Shape(2, 0.3, pages=(10, 30), priorities=True, drafts=0, draft_model=True),
@@ -77,6 +82,10 @@ EXPECTED = {
     "states, blocking": (*SHARING, "states saved", "states loaded"),
     "states, short of pages": (*SHARING, "for lack of pages", *STATES),
     "states, short of pages and calm": (*SHARING, "for lack of pages", *STATES),
+    "drafts and states": (*SHARING, "session hits", *STATES),
+    "drafts and states, blocking": (*SHARING, "states saved", "states loaded"),
+    "drafts and states, short of pages": (*SHARING, "for lack of pages", *STATES),
+    "a draft model and states": (*SHARING, "states saved", "states loaded", "drafted", "caught_up"),
     "conversations": (*SHARING, "session busy", "sessions evicted", "session hits"),
 }
 """Events that the traffics of a shape must contain."""
