@@ -40,6 +40,7 @@ from msgspec import Struct, to_builtins
 from benchmarks.measuring.graph_timing import new_event
 from benchmarks.measuring.results import save
 from tandem.engine_core.graph_sizes import DRAFT_SIZES
+from tandem.engine_core.kernels.delta_rule.state import RING
 from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
 from tandem.engine_core.runtime.forced_sampler import ForcedSampler
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -233,6 +234,9 @@ class Bench:
         per_row = -(-(CONTEXT + 16) // runtime.page_tables[0].page_size)
         assert runtime.kv.pages > rows * per_row, "too few pages"
         tables.pages[1:, :per_row] = 1 + torch.arange((rows - 1) * per_row, device=device).view(-1, per_row).int()
+        lengths = CONTEXT - torch.arange(rows - 1, device=device, dtype=torch.int32) % RING
+        # Recurrent layers fold the ring of a row at multiples of its size.
+        lengths = lengths if runtime.kv.recurrent else torch.full_like(lengths, CONTEXT)
         found = []
         for count in row_counts:
             slot.device_inputs.zero_()
@@ -240,7 +244,7 @@ class Bench:
             newest = torch.full((count,), -1, dtype=torch.int32, device=device)
 
             def reset(count: int = count, newest: torch.Tensor = newest) -> None:
-                sampling.lengths[1:] = CONTEXT
+                sampling.lengths[1:] = lengths
                 slot.device_inputs[count : 2 * count] = newest
 
             decode = graphs.decode[0][count]

@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 
 from tandem.engine_core.config import EngineConfig
+from tandem.engine_core.kernels.delta_rule.state import RING
 from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
 from tandem.engine_core.plan import PADDING_ROW, DraftSpan, NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.captured import DecodeGraphs, VerifyGraphs
@@ -39,7 +40,7 @@ def measure_draft_costs(runtime: TorchRuntime, config: EngineConfig) -> DraftCos
     spans = _time_spans(runtime, config) if runtime.speculator.model is not None else (0.0, 0.0)
     graphs = runtime.graphs
     if graphs is None:
-        return DraftCosts(_time_steps(runtime, config), (contexts[0], contexts[1]), *spans)
+        return DraftCosts(_time_steps(runtime, config, contexts[0]), (contexts[0], contexts[1]), *spans)
     counts = _row_counts(config)
     timed = [
         {(rows, size): time for rows in counts for size, time in _time_graphs(runtime, graphs, config, rows, n).items()}
@@ -103,19 +104,26 @@ def _median(runtime: TorchRuntime, call: Callable[[], None], prepare: Callable[[
 def _fill(runtime: TorchRuntime, rows: int, context: int) -> None:
     """Let the first rows have this many tokens, and pages of their own as far as the pool has them."""
     slot, tables = runtime.slots[0], runtime.tables
-    length = min(context, tables.tokens.shape[1] - 16)
+    lengths = torch.tensor(_lengths(runtime, context), dtype=torch.int32)
     slot.device_inputs.zero_()
     numbers = torch.arange(rows, dtype=torch.int32, device=slot.device_inputs.device)
     slot.device_inputs[:rows] = numbers % (len(tables.tokens) - 1) + 1
     slot.device_inputs[rows : 2 * rows] = -1
-    tables.sampling.lengths[1:] = length
+    tables.sampling.lengths[1:] = lengths
     tables.sampling.ints[1:, INT_COLUMNS.index("total_len")] = tables.tokens.shape[1]
     tables.sampling.ints[1:, INT_COLUMNS.index("max_drafts")] = 7
     pages, usable = tables.pages[1:], max(1, runtime.kv.pages - 1)
     numbers = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device) % usable + runtime.kv.pages - usable
     pages.copy_(numbers.view_as(pages))
     if runtime.speculator is not None and runtime.speculator.model is not None:
-        runtime.speculator.model.scratch.state.lengths[1:] = length - 1
+        runtime.speculator.model.scratch.state.lengths[1:] = lengths - 1
+
+
+def _lengths(runtime: TorchRuntime, context: int) -> list[int]:
+    """Return the number of tokens of each row. Recurrent layers fold their ring at multiples of its size."""
+    tokens = runtime.tables.tokens
+    length = min(context, tokens.shape[1] - 16)
+    return [max(2, length - index % RING) if runtime.kv.recurrent else length for index in range(len(tokens) - 1)]
 
 
 def _clear(runtime: TorchRuntime) -> None:
@@ -131,17 +139,28 @@ def _clear(runtime: TorchRuntime) -> None:
         runtime.speculator.model.scratch.state.lengths.zero_()
 
 
-def _time_steps(runtime: TorchRuntime, config: EngineConfig) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return the milliseconds of steps without graphs, of one row and of all."""
+def _time_steps(
+    runtime: TorchRuntime, config: EngineConfig, context: int
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Return the milliseconds of steps without graphs, of one row and of all.
+
+    They are padding, but with recurrent layers rows of a context: padding has no state.
+    """
     table = {}
     row, new = ScheduledSequence(-1, PADDING_ROW, 4), NewSequence(-1, PADDING_ROW, 1, GREEDY)
     run_step(runtime, 0, StepPlan.of(0, (row,), (new,)))
     for rows in sorted({1, config.max_rows}):
+        own, prepare = (row,) * rows, partial(_fill, runtime, rows, context)
+        if runtime.kv.recurrent:
+            ends = enumerate(_lengths(runtime, context)[:rows], 1)
+            own = tuple([ScheduledSequence(-1, number, end - 1) for number, end in ends])
         for size in (0, *config.draft_sizes):
-            own = (row,) * rows
             plan = StepPlan.decode_only(0, own, needs_mask=False, logprobs=-1, updated_rows=(), num_drafts=size)
-            time = _median(runtime, partial(run_step, runtime, 0, plan))
+            step = partial(run_step, runtime, 0, plan)
+            time = _median(runtime, step, prepare) if runtime.kv.recurrent else _median(runtime, step)
             table[rows, size] = time, time
+    if runtime.kv.recurrent:
+        _clear(runtime)
     return table
 
 
