@@ -132,7 +132,12 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     @property
     def max_lead(self) -> int:
         """Positions beyond the host's count that a decoding row may compute: the drafts of all steps in flight."""
-        return self.depth * max(self.draft_sizes, default=0)
+        return self.depth * self.max_drafts
+
+    @property
+    def max_drafts(self) -> int:
+        """Largest number of drafts that a step verifies for each row; 0 without speculation."""
+        return max(self.draft_sizes, default=0)
 
     @property
     def verify_shapes(self) -> tuple[tuple[int, int], ...]:

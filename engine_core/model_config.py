@@ -128,9 +128,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         """Indexes of the layers with attention."""
         return tuple(index for index in range(self.layers) if index not in self.recurrent_layers)
 
-    def recurrent_row_bytes(self, itemsize: int) -> int:
+    def recurrent_row_bytes(self, itemsize: int, max_drafts: int = 0) -> int:
         """Return the bytes of one row's state in all layers. itemsize: of the model's dtype."""
-        return 0 if self.delta_rule is None else len(self.recurrent_layers) * self.delta_rule.row_bytes(itemsize)
+        if self.delta_rule is None:
+            return 0
+        return len(self.recurrent_layers) * self.delta_rule.row_bytes(itemsize, max_drafts=max_drafts)
 
     def checkpoint_bytes(self, itemsize: int) -> int:
         """Return the bytes of one checkpoint of the state of all layers. itemsize: of the model's dtype."""

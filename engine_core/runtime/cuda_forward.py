@@ -88,7 +88,7 @@ class CudaForward:
     ) -> Tensor:
         input_ids, slot_mapping = self._inputs(rows, positions, (samples.rows, samples.positions))
         step = self._decode_step(rows, positions, has_long_rows)
-        tokens = TokenRows(rows, positions, len(rows)) if self.kv.recurrent else None
+        tokens = TokenRows(samples.rows, positions, len(rows)) if self.kv.recurrent else None
         given = input_ids, positions, slot_mapping.unbind(), None, step, step, rows, tokens
         batch = ForwardBatch(*given, adapters=adapters)
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
@@ -114,7 +114,8 @@ class CudaForward:
         tokens = self.speculator.verify_inputs(rows, num_drafts, self.page_tables, (samples.rows, samples.positions))
         step = self._decode_step(tokens.rows, tokens.positions, queries=queries)
         slots = tokens.slot_mapping.unbind()
-        given = tokens.input_ids, tokens.positions, slots, None, step, step, tokens.rows
+        of_rows = TokenRows(samples.rows, tokens.positions, queries=queries) if self.kv.recurrent else None
+        given = tokens.input_ids, tokens.positions, slots, None, step, step, tokens.rows, of_rows
         adapters = self._adapters(tokens.rows) if has_adapters else None
         batch = ForwardBatch(*given, has_drafts=True, adapters=adapters)
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
@@ -172,12 +173,17 @@ class CudaForward:
         attended: Tensor,
         adapters: AdapterTokens | None,
     ) -> Tensor:
-        input_ids, slot_mapping = self._inputs(rows, positions)
+        # With drafts a row may have all its tokens: its state must stay as it is.
+        live = torch.empty_like(rows) if self.kv.recurrent and self.speculator is not None else None
+        kept = None if live is None else (live, torch.empty_like(positions))
+        input_ids, slot_mapping = self._inputs(rows, positions, kept)
         count = bucket.num_decode_tokens
         decode = self._decode_step(rows[:count], positions[:count])
         attention = MixedStep(decode, prompts, attended)
         spans = min(MAX_PROMPTS, max(1, bucket.num_prefill_tokens // 2))
-        tokens = TokenRows(rows, positions, count, spans) if self.kv.recurrent else None
+        tokens = None
+        if self.kv.recurrent:
+            tokens = TokenRows(rows if live is None else live, positions, count, spans)
         given = input_ids, positions, slot_mapping.unbind(), None, attention, None, rows, tokens
         batch = ForwardBatch(*given, adapters=adapters)
         return self.model.forward(batch, self.kv)

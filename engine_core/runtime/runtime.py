@@ -417,6 +417,7 @@ class TorchRuntime:
             slot_mapping=tokens.slot_mapping.unbind(),
             sample_index=None,
             attention=s.attention.plan(verify_spans(tokens, queries), self.page_tables),
+            tokens=TokenRows(samples[0], tokens.positions, queries=queries) if self.kv.recurrent else None,
             has_drafts=True,
             adapters=self._adapters(s.plan, tokens.rows),
         )

@@ -7,7 +7,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.reference import delta_rule
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 from tandem.engine_core.kernels.speculation import reference
 from tandem.engine_core.kernels.speculation.reference import NgramRule, VerifyTokens
@@ -39,19 +41,29 @@ class VerifyKernels(NamedTuple):
     propose_ngrams: Callable[[SamplingTables, Tensor, Tensor, int, Tensor, NgramRule], None]
     verify_inputs: Callable[[SamplingTables, Sequence[PageTable], Tensor, int, tuple[Tensor, Tensor]], VerifyTokens]
     accept: Callable[[SamplingTables, Tensor, int, Tensor, Tensor, Tensor], None]
+    fold_accepted: Callable[[DeltaRuleState, Tensor, Tensor, Tensor], None]
+    """Of recurrent layers: `kernels.reference.delta_rule.fold_accepted`."""
 
 
-TORCH_KERNELS = VerifyKernels(reference.propose_ngrams, reference.verify_inputs, reference.accept)
+TORCH_KERNELS = VerifyKernels(
+    reference.propose_ngrams, reference.verify_inputs, reference.accept, delta_rule.fold_accepted
+)
 """The oracles, which run on a CPU."""
 
 
 def triton_kernels(pdl: bool) -> VerifyKernels:
     """Return the Triton kernels. pdl: use programmatic dependent launch."""
+    from tandem.engine_core.kernels.delta_rule.accepted import fold_accepted
     from tandem.engine_core.kernels.speculation.accept import accept
     from tandem.engine_core.kernels.speculation.ngram import propose_ngrams
     from tandem.engine_core.kernels.speculation.verify_inputs import verify_inputs
 
-    return VerifyKernels(partial(propose_ngrams, pdl=pdl), partial(verify_inputs, pdl=pdl), partial(accept, pdl=pdl))
+    return VerifyKernels(
+        partial(propose_ngrams, pdl=pdl),
+        partial(verify_inputs, pdl=pdl),
+        partial(accept, pdl=pdl),
+        partial(fold_accepted, pdl=pdl),
+    )
 
 
 class NgramDrafter:
@@ -85,16 +97,19 @@ class Speculator:
         drafter: Drafter,
         kernels: VerifyKernels,
         model: ModelDrafter | None = None,
+        states: DeltaRuleState | None = None,
     ) -> None:
         """Store the tables, the drafter and the kernels.
 
-        sources: [max_rows] int32, scratch; model: the drafter, or that behind it, if it is a draft model.
+        sources: [max_rows] int32, scratch; model: the drafter, or that behind it, if it is a draft model; states: of
+        all recurrent layers of the model that verifies, None if it has none.
         """
         self.tables = tables
         self.sources = sources
         self.drafter = drafter
         self.kernels = kernels
         self.model = model
+        self.states = states
 
     @classmethod
     def of_ngrams(cls, tables: DeviceTables, rule: NgramRule, kernels: VerifyKernels) -> "Speculator":
@@ -117,7 +132,7 @@ class Speculator:
         return self.kernels.verify_inputs(self.tables, page_tables, rows, 1 + num_drafts, samples)
 
     def accept(self, rows: Tensor, num_drafts: int, sampled: Tensor) -> None:
-        """Accept the drafts that equal the sampled tokens.
+        """Accept the drafts that equal the sampled tokens, and fold those into the states of recurrent layers.
 
         rows: [B] int32; sampled: [B * (1 + num_drafts) + B] int32, the sampled tokens, followed by the counts of the
         rows, which this writes.
@@ -125,4 +140,6 @@ class Speculator:
         count = len(rows) * (1 + num_drafts)
         sources = self.sources[: len(rows)]
         self.kernels.accept(self.tables, rows, 1 + num_drafts, sampled[:count], sources, sampled[count:])
+        if self.states is not None:
+            self.kernels.fold_accepted(self.states, rows, self.tables.lengths, sampled[count:])
         self.drafter.note_accepted(rows, num_drafts, sampled[count:])

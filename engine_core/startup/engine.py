@@ -14,6 +14,7 @@ import torch
 from msgspec import Struct, structs
 
 from tandem.engine_core import config as configuration
+from tandem.engine_core import graph_sizes
 from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
@@ -114,11 +115,6 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_b
         check_sleep_flags(options)
     with problems.caught():
         _num_grammar_workers(options, kind)
-    if options.speculate != "off" and model_config.recurrent_layers:
-        raise ConfigError(
-            f"--speculate {options.speculate}: {model_config.architecture} has recurrent layers, whose state cannot go "
-            "back to the last accepted draft; leave the flag out"
-        )
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = "float32"
@@ -126,7 +122,8 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_b
         dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
     weight_bytes = model_config.weight_bytes(getattr(torch, dtype).itemsize)
-    row_bytes = model_config.recurrent_row_bytes(getattr(torch, dtype).itemsize)
+    drafts = max(graph_sizes.draft_sizes(options.speculate, options.speculate_tokens), default=0)
+    row_bytes = model_config.recurrent_row_bytes(getattr(torch, dtype).itemsize, drafts)
     shape = ModelShape(name, model_config.max_positions, model_config.longest_context, weight_bytes, row_bytes)
     if row_bytes:
         shape = structs.replace(shape, state_interval=RING, chunk_grid=PIECE)

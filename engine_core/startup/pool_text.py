@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tandem.engine_core.config import EngineConfig
+from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.page_counts import held_pages
@@ -24,6 +24,16 @@ def capacity_text(config: EngineConfig) -> str:
     if shortest >= config.kv_tokens:
         return f"{config.kv_tokens} tokens"
     return f"{shortest} tokens in sequences of any length, {config.kv_tokens} in sequences of {config.max_len}"
+
+
+def states_text(config: StepConfig, model: ModelConfig, itemsize: int) -> str:
+    """Return the size of the state of recurrent layers. itemsize: of the model's dtype."""
+    row = model.recurrent_row_bytes(itemsize, config.max_drafts)
+    text = f"{size_text((config.max_rows + 1) * row)} for {config.max_rows} rows"
+    if not config.max_drafts:
+        return text
+    drafts = row - model.recurrent_row_bytes(itemsize)
+    return f"{text}, {size_text(row)} a row, {size_text(drafts)} of that for drafts"
 
 
 def checkpoints_text(config: EngineConfig, checkpoint_bytes: int) -> str:

@@ -249,7 +249,8 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
     if shortage := short_pool(pool, _page_bytes(resolved)):
         choices["warning"] = shortage
     if states.rows:
-        choices["recurrent state"] = f"{pool_text.size_text(states.rows)} for {config.max_rows} rows"
+        source = resolved.source
+        choices["recurrent state"] = pool_text.states_text(config, source.model, source.dtype.itemsize)
         choices["checkpoints"] = pool_text.checkpoints_text(pool, states.checkpoint)
     return choices
 

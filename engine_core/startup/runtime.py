@@ -89,7 +89,8 @@ class DraftParts(NamedTuple):
 def state_sizes(config: StepConfig, source: ModelSource) -> StateSizes:
     """Return the bytes of the state of recurrent layers."""
     model, itemsize = source.model, source.dtype.itemsize
-    return StateSizes((config.max_rows + 1) * model.recurrent_row_bytes(itemsize), model.checkpoint_bytes(itemsize))
+    row_bytes = model.recurrent_row_bytes(itemsize, config.max_drafts)
+    return StateSizes((config.max_rows + 1) * row_bytes, model.checkpoint_bytes(itemsize))
 
 
 class RuntimeBuilder(Struct, frozen=True):
@@ -167,7 +168,8 @@ class RuntimeBuilder(Struct, frozen=True):
         drafter = model = ModelDrafter(*given, draft.planners, self.source.model.vocab_size)
         if isinstance(speculator.drafter, EagerDrafter):
             drafter = EagerDrafter(drafter, speculator.drafter.forced)
-        return Speculator(speculator.tables, speculator.sources, drafter, speculator.kernels, model)
+        states = speculator.states
+        return Speculator(speculator.tables, speculator.sources, drafter, speculator.kernels, model, states)
 
     @property
     def processed(self) -> ProcessedLogprobs | None:
@@ -372,10 +374,13 @@ def _new_builder(
     shape, layers = source.model.delta_rule, len(source.model.recurrent_layers)
     states = None
     if shape is not None:
+        rows, place = config.max_rows + 1, device.torch_device
         with outside() if ranges is None else ranges.hold_cache():
-            states = ModelStates.allocate(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
-        size = state_sizes(config, source).rows
-        logger.info("recurrent state: %s for %d rows", pool_text.size_text(size), config.max_rows)
+            states = ModelStates.allocate(shape, layers, rows, source.dtype, place, config.max_drafts)
+        if speculator is not None:
+            speculator.states = states.stacked
+        text = pool_text.states_text(config, source.model, source.dtype.itemsize)
+        logger.info("recurrent state: %s", text)
         log.mark("recurrent state")
     given = (
         parts,

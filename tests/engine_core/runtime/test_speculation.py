@@ -11,10 +11,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 from numpy.typing import NDArray
 
-from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.speculation import NgramDrafter
@@ -164,14 +162,6 @@ def test_tokens_equal_those_without_drafts(
     assert accepted > 10
     verified = [plan for plan in plans if plan.num_drafts]
     assert any(plan.needs_mask for plan in verified) and any(plan.logprobs >= 0 for plan in verified)
-
-
-def test_models_with_recurrent_layers_are_refused(folder: Path) -> None:
-    model = structs.replace(MODEL, recurrent_layers=(0,))
-    options = EngineOptions(model=str(folder), device="cpu", speculate="ngram")
-    refused = pytest.raises(ConfigError, match=r"--speculate ngram: .*recurrent")
-    with patch.object(startup_engine, "read_config", lambda _: model), refused:
-        startup_engine.resolve_engine(options, cuda=False)
 
 
 def test_a_text_that_repeats_takes_fewer_steps(folder: Path) -> None:
