@@ -1,6 +1,7 @@
 """Hybrid models say with drafts what they say without, whatever is rejected, cached or interrupted."""
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from msgspec import structs
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.startup import engine as startup_engine
 from tandem.engine_core.startup.device import DeviceParts, open_parts
+from tandem.engine_core.startup.preflight import preflight
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort
 from tandem.protocol.engine_options import EngineOptions
@@ -332,6 +334,16 @@ def test_a_draft_model_drafts_for_a_hybrid(kind: str, folder: Path, tmp_path: Pa
     assert driven.engine.scheduler.audit() == []
     with pytest.raises(ConfigError, match="recurrent layers"), engine(tmp_path, speculate=f"model:{folder}"):
         pass
+
+
+def test_the_preflight_check_prints_the_memory_of_drafts() -> None:
+    """For 7 rows of the 9B and one of padding; in a row a draft takes 0.75 MiB."""
+    shape = {"model": "benchmarks/shapes/qwen3.5-9b", "load_format": "dummy", "dtype": "bfloat16"}
+    asked = EngineOptions(**shape, device="cpu", max_rows=7, speculate="ngram", speculate_tokens=3)
+    found = preflight(asked, [], lambda: 2**40, lambda: 2**40).choices["recurrent state"]
+    every, row, drafts = [float(number) for number in re.findall(r"(\d+\.\d) MiB", found)]
+    assert every == pytest.approx(8 * row, abs=0.5)
+    assert (row, drafts) == pytest.approx((66.5, 2.25), abs=0.06)
 
 
 def test_the_ring_is_larger_only_with_drafts(folder: Path) -> None:
