@@ -110,7 +110,7 @@ class CudaMemory:
         the range is freed; view: returns a tensor over memory, None for a CUDA tensor.
         """
         self._device = device
-        self._view = view or self._cuda_view
+        self._view = view
         index = device.index or 0
         properties, flags = allocation_properties(driver, index), driver.CUmemAllocationGranularity_flags
         recommended = flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
@@ -162,10 +162,8 @@ class CudaMemory:
         return ceil_div(nbytes, self._granularity) * self._granularity
 
     def _tensor(self, offset: int, nbytes: int) -> Tensor:
-        return self._view(CudaBytes(self.base + offset, nbytes, self))
-
-    def _cuda_view(self, data: "CudaBytes") -> Tensor:
-        return torch.as_tensor(data, device=self._device)
+        data = CudaBytes(self.base + offset, nbytes, self)
+        return torch.as_tensor(data, device=self._device) if self._view is None else self._view(data)
 
 
 class CudaBytes:

@@ -197,3 +197,14 @@ def test_memory_lives_as_long_as_one_of_its_tensors() -> None:
     del tensor
     gc.collect()
     assert driver.is_clean
+
+
+def test_memory_that_is_dropped_is_freed_at_once() -> None:
+    """Freeing waits for the device: a later garbage collection could do so while a graph is captured."""
+    driver = FakeCudaDriver()
+    gc.disable()
+    try:
+        CudaMemory(driver, DEVICE, 2**30, lambda: driver.calls.append("synchronize"))
+        assert driver.calls[-2:] == ["synchronize", "free"]
+    finally:
+        gc.enable()
