@@ -62,6 +62,8 @@ class SleepingMemory:
         return released
 
     def restore(self, tags: Collection[SleepTag]) -> None:
+        # What a load or an update has used meanwhile, such as the buffer of an update, is in no use any more.
+        self._release_unused()
         needed, free = sum(self._memory[tag].num_bytes for tag in tags), self._free_bytes()
         if needed > free:
             raise SleepError(f"{_names(tags)} take {needed} bytes, but {free} are free; try again later", is_lack=True)
@@ -82,7 +84,8 @@ class SleepingMemory:
     def reload(self) -> bool:
         try:
             return self._reload()
-        except (ConfigError, RuntimeError, OSError) as error:
+        except Exception as error:  # Layers may raise anything on a bad checkpoint.
+            logger.exception("the weights cannot be loaded again")
             raise SleepError(f"the weights cannot be loaded again: {error}") from error
 
     def _fill(self) -> None:

@@ -39,7 +39,8 @@ class Parts:
         self.weight = self.weights.allocate(100).fill_(1)
         self.table = self.weights.allocate(50).fill_(2)
         self.pool = self.cache.allocate(30).fill_(3)
-        self.free = 1000
+        self.free, self.cached = 1000, 0
+        """Bytes that are free, and those that the allocator keeps for itself until it releases what is unused."""
         self.draft: Callable[[], None] = lambda: None
         self.reload: Callable[[], bool] = lambda: True
         self.memory = SleepingMemory(
@@ -48,10 +49,13 @@ class Parts:
             self.backup,
             [1],
             lambda: self.free,
-            lambda: None,
+            self.release_unused,
             lambda: self.reload(),
             lambda: self.draft(),
         )
+
+    def release_unused(self) -> None:
+        self.free, self.cached = self.free + self.cached, 0
 
     @property
     def values(self) -> tuple[float, float, float]:
@@ -101,6 +105,14 @@ def test_too_little_free_memory_is_reported_with_both_numbers(tags: Collection[S
     parts.memory.restore(tags)
 
 
+def test_memory_that_the_allocator_has_kept_during_the_sleep_is_free() -> None:
+    parts = Parts()
+    parts.memory.release(SLEEP_TAGS, keep_weights=True)
+    parts.free, parts.cached = 30, 150
+    parts.memory.restore(SLEEP_TAGS)
+    assert parts.values == (1, 2, 0)
+
+
 @pytest.mark.parametrize("failing", ["weights", "cache"])
 @pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"]])
 def test_memory_that_others_take_meanwhile_leaves_all_released(failing: str, order: list[SleepTag]) -> None:
@@ -130,9 +142,10 @@ def test_a_draft_model_that_cannot_be_loaded_leaves_all_released(error: Exceptio
     assert parts.values[1] == 2
 
 
-def test_a_reload_that_fails_is_reported() -> None:
+@pytest.mark.parametrize("error", [ConfigError("no such file"), ValueError("a scale"), KeyError("a layer")])
+def test_a_reload_that_fails_is_reported(error: Exception) -> None:
     def fail() -> bool:
-        raise ConfigError("no such file")
+        raise error
 
     parts = Parts()
     assert parts.memory.reload()
