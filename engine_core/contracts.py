@@ -301,6 +301,10 @@ UpdateCommand = InitWeightTransfer | StartWeightUpdate | UpdateWeights | FinishW
 class WeightUpdates(Protocol):
     """Updates of the weights by a trainer."""
 
+    @property
+    def is_receiving(self) -> bool:
+        """True if some tensors of an update were received, and it is not finished."""
+
     def call(self, command: UpdateCommand, running: RunningMode, reply: Callable[[str], None]) -> None:
         """Carry out a call of a trainer, now or later.
 

@@ -314,7 +314,9 @@ class Control:
         weights, num_open = self.weights, self.scheduler.num_open
         if weights.change is not None or (self.swaps is not None and self.swaps.is_activating):
             return "the weights are being replaced; wait for the end of the swap or update, or cancel it"
-        if not weights.is_complete and not weights.problem:
+        # One may begin with weights that have a problem, as after a failed update or a sleep of level 2.
+        is_updating = self.updates is not None and self.updates.is_receiving
+        if is_updating or (not weights.is_complete and not weights.problem):
             return "an update of the weights is in progress; finish it first"
         if command.mode == "wait" and self.pause.mode is not None and num_open:
             return f"the engine is paused, so its {num_open} open requests do not end; resume it, or use another mode"

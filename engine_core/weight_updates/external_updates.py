@@ -98,6 +98,10 @@ class ExternalUpdates:
         self._last: tuple[TensorSpec, ...] = ()
         self._count = 0
 
+    @property
+    def is_receiving(self) -> bool:
+        return self.slots is not None
+
     def call(self, command: UpdateCommand, running: RunningMode, reply: Reply) -> None:
         """Carry out a call; it is answered now or later. running: effect of new weights on running sequences."""
         match command:

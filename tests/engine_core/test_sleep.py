@@ -313,6 +313,8 @@ class TestOtherChanges:
 
     def test_an_update_is_refused_while_the_weights_sleep(self) -> None:
         class Updates:
+            is_receiving = False
+
             def __init__(self) -> None:
                 self.calls = 0
 

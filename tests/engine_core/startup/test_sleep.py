@@ -139,6 +139,27 @@ def test_a_trainer_fills_dropped_weights_before_the_pool_is_awake(folders: list[
     assert generate(engine) == expected(folders[1])
 
 
+def test_a_sleep_in_the_middle_of_an_update_is_refused_even_with_weights_that_were_dropped(folders: list[Path]) -> None:
+    engine, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    engine.init()
+    assert sleep(engine, 2).ok and wake(engine, "weights").ok
+    engine.start()
+    names = list(tensors)
+    assert engine.send({name: tensors[name] for name in names[:3]}).ok
+    for level in (1, 2):
+        assert not sleep(engine, level).ok, "it would drop tensors that count as received"
+    assert engine.send({name: tensors[name] for name in names[3:]}).ok
+    assert engine.finish().ok
+    assert wake(engine, "kv_cache").ok
+    assert generate(engine) == expected(folders[1])
+
+    engine.pause()
+    engine.start()
+    assert engine.send({name: tensors[name] for name in names[:3]}).ok
+    assert not engine.finish().ok
+    assert sleep(engine, 2).ok, "the update was given up"
+
+
 def test_a_swap_fills_dropped_weights(folders: list[Path]) -> None:
     engine = TrainedEngine(folders[0])
     assert sleep(engine, 2).ok
