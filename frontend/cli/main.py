@@ -295,6 +295,7 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
     from tandem.frontend.supervisor.adapters import check_modules, find_adapters
     from tandem.frontend.supervisor.launch import (
         check_engine_installed,
+        check_swap_root,
         check_template,
         checked_engine_options,
         http_keys,
@@ -310,6 +311,7 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
             # Refuse invalid settings before a model is downloaded.
             http_keys(arguments)
             check_template(arguments.chat_template)
+            check_swap_root(arguments.swap_root, options.enable_weight_updates)
         # Downloaded here, where an interrupt takes effect at once; the event loop would wait for it.
         with raised_sigterm():
             chat = ChatOptions(template=arguments.chat_template) if with_frontends else None

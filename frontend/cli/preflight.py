@@ -26,6 +26,7 @@ from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import url_of
 from tandem.frontend.store.sqlite_file import check_store
 from tandem.frontend.store.store import StoreError
+from tandem.frontend.supervisor.adapters import check_modules, check_path
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import TcpAddress, listen_tcp, tcp_addresses
 from tandem.frontend.supervisor.addresses.unix_socket import listening_unix_socket
@@ -33,6 +34,7 @@ from tandem.frontend.supervisor.launch import (
     check_engine_installed,
     check_ipc_length,
     check_length,
+    check_swap_root,
     check_unused,
     checked_transport,
     listen_ops,
@@ -103,6 +105,7 @@ def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask
         model, _ = _find_model(arguments.model_dir, arguments, False, found)
     else:
         model = _check_engine(arguments, ask, found)
+        _check_roots(arguments, model, found)
     _check_addresses(arguments, found)
     if command != "engine":
         _check_access(arguments, found)
@@ -163,6 +166,26 @@ def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findi
     with found.caught():
         _add_findings(_ask(options, model, weight_bytes, ask, invalid), found, invalid)
     return model
+
+
+def _check_roots(arguments: argparse.Namespace, model: ModelFolder | None, found: Findings) -> None:
+    """Check the adapters of the flags, and the folders from which adapters and checkpoints may be loaded later.
+
+    Adapters of the hub are not downloaded.
+    """
+    options, lora_root, names = engine_options(arguments), None, set[str]()
+    if model is not None:
+        names.add(options.served_model_name or model.served_name)
+    if arguments.command == "serve":
+        lora_root = arguments.lora_root
+        names.update(arguments.served_model_name)
+        with found.caught():
+            check_swap_root(arguments.swap_root, options.enable_weight_updates)
+    with found.caught():
+        check_modules(arguments.lora_modules, names, options.enable_lora, lora_root)
+    for name, given in arguments.lora_modules if options.enable_lora else ():
+        with found.caught():
+            check_path(name, given)
 
 
 def _ask(

@@ -42,12 +42,15 @@ def find_adapters(modules: Sequence[Module], hub: HubOptions) -> dict[str, str]:
     return {name: _folder(name, given, hub) for name, given in modules}
 
 
-def _folder(name: str, given: str, hub: HubOptions) -> str:
-    if os.path.isdir(given):
-        return os.path.abspath(given)
-    if not is_hub_name(given):
+def check_path(name: str, given: str) -> None:
+    """Raise LaunchError for an adapter that is neither a folder nor has the form of a name on the hub."""
+    if not os.path.isdir(given) and not is_hub_name(given):
         raise LaunchError(f"--lora-modules {name}={given}: this is neither a folder nor a name on the hub")
-    return _download(name, given, hub)
+
+
+def _folder(name: str, given: str, hub: HubOptions) -> str:
+    check_path(name, given)
+    return os.path.abspath(given) if os.path.isdir(given) else _download(name, given, hub)
 
 
 def _download(name: str, given: str, hub: HubOptions) -> str:

@@ -194,6 +194,16 @@ def check_template(file: Path | None) -> None:
             raise LaunchError(f"{error}; correct --chat-template") from None
 
 
+def check_swap_root(root: Path | None, is_enabled: bool) -> None:
+    """Raise LaunchError for a --swap-root that no swap could use. is_enabled: True with --enable-weight-updates."""
+    if root is None:
+        return
+    if not is_enabled:
+        raise LaunchError("--swap-root needs --enable-weight-updates; add it, or leave --swap-root out")
+    if not root.is_dir():
+        raise LaunchError(f"--swap-root {root} is not a folder")
+
+
 def checked_engine_options(arguments: argparse.Namespace) -> EngineOptions:
     """Return the settings of the engine.
 

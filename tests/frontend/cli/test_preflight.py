@@ -180,6 +180,24 @@ def test_a_missing_draft_model_is_one_problem(capsys: pytest.CaptureFixture[str]
     assert [problem for problem in found.problems if "/nowhere" in problem] == found.problems[:1]
 
 
+def test_folders_of_adapters_and_checkpoints_are_checked(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    none, enabled = str(tmp_path / "none"), ("--enable-lora", "--enable-weight-updates")
+    modules = ("--lora-modules", f"a={none}", f"b={model}", "c=me/adapter", f"d={none}")
+    roots = ("--lora-root", str(tmp_path), "--swap-root", str(tmp_path))
+    good = Checked(capsys, "serve", str(model), *FREE, *enabled, modules[0], *modules[2:4], *roots)
+    assert good.problems == []
+    disabled = Checked(capsys, "serve", str(model), *FREE, *modules, *roots)
+    assert sorted(text.split()[0] for text in disabled.problems) == ["--lora-modules", "--swap-root"]
+    wrong = Checked(capsys, "serve", str(model), *FREE, *enabled, *modules, "--lora-root", none, "--swap-root", none)
+    assert len(wrong.problems) == 4 and all(none in text for text in wrong.problems)
+    for start in ("--lora-modules a=", "--lora-modules d=", "--lora-root ", "--swap-root "):
+        assert len([text for text in wrong.problems if text.startswith(start)]) == 1, start
+    engine = ("--ops-port", "0", "--endpoint", f"ipc://{tmp_path}/run/e", "--enable-lora", "--lora-modules")
+    assert len(Checked(capsys, "engine", str(model), *engine, f"{model.name}=me/adapter").problems) == 1
+
+
 def test_an_address_in_use_is_a_warning_that_names_who_has_it(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
