@@ -49,8 +49,24 @@ _OTHER_OPTIONS = {
     "model_path": "model",
     "block_size": "page_size",
     "verbose": "log_level",
+    "quantization": "quantize",
 }
 """Options of other engines, and the closest option here."""
+
+_ONE_GPU = "one GPU per engine; tensor and pipeline parallelism are not supported"
+_MISSING_OPTIONS = {
+    "tensor_parallel_size": _ONE_GPU,
+    "pipeline_parallel_size": _ONE_GPU,
+    "data_parallel_size": "one GPU per engine; start an LLM in a process for each GPU",
+    "seed": "seeds are an argument of each call; an LLM has none",
+    "enable_sleep_mode": "an LLM does not sleep; a server with --enable-weight-updates does",
+    "trust_remote_code": "code from checkpoints is never run; supported architectures are built in",
+    "enforce_eager": "graph_rows='off' runs without CUDA graphs",
+    "tokenizer": "the tokenizer is the model folder's tokenizer.json",
+    "cpu_offload_gb": "the whole model runs on one device",
+    "swap_space": "KV is never swapped to CPU memory; preempted sequences are recomputed",
+}
+"""Options of other engines that have no equivalent, and the reason."""
 
 
 class Fields(Struct, frozen=True):
@@ -76,11 +92,14 @@ class VerifyFields(Struct, frozen=True):
 def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptions:
     """Build the engine's settings from the keyword arguments of a constructor.
 
-    Raises TypeError for an unknown option, with the closest name, and ValueError for an invalid value.
+    Raises TypeError for an unknown option, with the closest name or the reason why there is none, and ValueError for an
+    invalid value.
     """
     known = EngineOptions.__struct_fields__
     options = _with_drafts(options)
     for name in options:
+        if name in _MISSING_OPTIONS:
+            raise TypeError(f"{name!r} is not an option of LLM: {_MISSING_OPTIONS[name]}")
         if name not in known:
             near = _OTHER_OPTIONS.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
             hint = f"; did you mean {near!r}?" if near else f"; the options are {', '.join(known)}"

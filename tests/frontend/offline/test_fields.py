@@ -155,9 +155,14 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         ("max_model_len", "max_len"),
         ("gpu_memory_utilization", "gpu_memory"),
         ("page_sizes", "page_size"),
+        ("quantization", "quantize"),
     ):
         with pytest.raises(TypeError, match=f"{name!r}.*{near!r}"):
             engine_options(None, {name: 1})
+    for name in ("tensor_parallel_size", "seed", "enable_sleep_mode", "trust_remote_code"):
+        with pytest.raises(TypeError, match=f"{name!r}") as refused:
+            engine_options(None, {name: 1})
+        assert "did you mean" not in str(refused.value) and "served_model_name" not in str(refused.value)
     with pytest.raises(TypeError, match=r"'xyzzy'.*\bserved_model_name\b"):
         engine_options(None, {"xyzzy": 1})
 
