@@ -41,7 +41,7 @@ from tandem.frontend.server.audit_log import AuditLog
 from tandem.frontend.server.direct_routes import DirectRoutes, direct_endpoints, internal_error
 from tandem.frontend.server.hosts import CheckHost, StripRootPath, trust_proxies
 from tandem.frontend.server.openapi import document
-from tandem.frontend.server.paths import is_health_check, missing_route
+from tandem.frontend.server.paths import is_health_check, missing_route, needed_flags
 from tandem.frontend.server.require_key import RequireKey
 from tandem.protocol.version import distribution_version
 
@@ -205,6 +205,8 @@ def _refused_route(request: Request, error: HTTPException) -> str:
     """Return an error message that points to existing routes or methods."""
     request_line = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
-        return f"{request_line}: not found; GET /openapi.json lists all routes"
+        flags = needed_flags(request.url.path)
+        hint = f"start the server with {flags}" if flags else "GET /openapi.json lists all routes"
+        return f"{request_line}: not found; {hint}"
     allowed = (error.headers or {}).get("Allow")
     return f"{request_line}: {error.detail}" + (f"; use {allowed}" if allowed else "")

@@ -88,6 +88,10 @@ _UNSUPPORTED_ROUTES = {
     "/classify": "classification is",
 }
 """Features of routes of OpenAI and vLLM that are not supported, by prefix."""
+_OPTIONAL_ROUTES = dict.fromkeys(
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "--enable-lora and --lora-root DIR"
+)
+"""Routes that exist only on a server with these flags."""
 _REMEDIES = {
     "/v1/batches": "; `tandem run-batch` sends a file of requests",
     "/v1/conversations": "; `/v1/responses` continues a stored response by `previous_response_id`",
@@ -116,6 +120,11 @@ def required_right(path: str) -> Right | None:
 def is_health_check(path: str) -> bool:
     """Return True for the path of a health check."""
     return path.startswith(_OPEN_PREFIX) or path in _OPEN_PATHS
+
+
+def needed_flags(path: str) -> str:
+    """Return the flags that a route needs to exist; empty if it needs none."""
+    return _OPTIONAL_ROUTES.get(path, "")
 
 
 def missing_route(path: str) -> str | None:

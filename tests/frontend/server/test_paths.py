@@ -23,6 +23,8 @@ from tests.frontend.conftest import RunningServer, get, post
         ),
         ("/v1/nothing", "GET /openapi.json"),
         ("/v1/filesystem", "GET /openapi.json"),
+        ("/v1/load_lora_adapter", "--lora-root"),
+        ("/v1/unload_lora_adapter", "--lora-root"),
     ],
 )  # fmt: skip
 def test_missing_route_is_404_and_says_what_is_missing(server: RunningServer, path: str, text: str) -> None:
