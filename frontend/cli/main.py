@@ -248,7 +248,11 @@ def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") 
     bench = _add_command(commands, "bench", run_bench, foreign=FOREIGN_BENCH_FLAGS)
 
     swap = _add_command(commands, "swap", run_swap)
-    swap.add_argument("path", metavar="PATH", help="folder of the checkpoint, below the server's --swap-root")
+    swap.add_argument(
+        "path",
+        metavar="PATH",
+        help="folder of the checkpoint, below the server's --swap-root; a relative one starts in this directory",
+    )
     add_flags(swap, SWAP_FLAGS)
 
     for command in (chat, complete, batch, inspect, swap):

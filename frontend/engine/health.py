@@ -169,12 +169,12 @@ class EngineWatch:
             return EngineHealth(False, "draining", "the engine is shutting down")
         if (weights := heartbeat.weights) is not None and weights.state == "sleeping":
             tags = " and ".join(weights.asleep)
-            return EngineHealth(False, "sleeping", f"the engine sleeps ({tags}); POST /wake_up has it go on")
+            return EngineHealth(False, "sleeping", f"the engine sleeps ({tags}); POST /wake_up wakes it")
         if weights is not None and weights.state == "incomplete" and weights.problem:
             reason = f"the weights are incomplete: {weights.problem}; swap or update them completely"
             return EngineHealth(False, "incomplete", reason)
         if self._pause.is_paused:
-            return EngineHealth(False, "paused", "the engine is paused; POST /admin/resume has it go on")
+            return EngineHealth(False, "paused", "the engine is paused; POST /admin/resume resumes it")
         if heartbeat.pending and (stuck := self._clock() - self._progress_at) > self.step_timeout:
             reason = f"the engine made no step for {stuck:.0f} s while {heartbeat.pending} requests wait for it"
             return EngineHealth(False, "hung", reason)

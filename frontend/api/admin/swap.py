@@ -77,7 +77,7 @@ def checkpoint_below(root: Path, given: str) -> Path:
     except (OSError, ValueError, RuntimeError):
         inside, exists, files = False, False, []
     if not inside:
-        raise unsupported("{param} is not below the folder of checkpoints (--swap-root), with its files", "path")
+        raise unsupported(f"{{param}}: {given[:200]!r}, or a file in it, is not below the server's --swap-root", "path")
     if not exists:
         raise ApiError(404, "the folder of the checkpoint does not exist", "path", "not_found")
     if not any(file.suffix == ".safetensors" for file in files):
@@ -91,7 +91,7 @@ def check_allowed(service: Service, request: Request) -> None:
     Raises ApiError 404 unless the engine lets its weights change, 403 without API keys from another host.
     """
     if service.client.weights is None:
-        message = f"{request.method} {request.url.path}: not found; the engine needs --enable-weight-updates"
+        message = f"{request.method} {request.url.path}: not found; start the server with --enable-weight-updates"
         raise ApiError(404, message, None, "unknown_url")
     if not service.keys.is_required and not is_loopback(request):
         message = "without API keys (--api-keys) the weights can be changed from the same host only"

@@ -185,7 +185,8 @@ def check_allowed(service: Service, request: Request) -> None:
     Without API keys only clients on this host may.
     """
     if not service.ready().model.weight_transfer:
-        raise ApiError(404, "the weights cannot be updated; start the server with --enable-weight-updates")
+        message = f"{request.method} {request.url.path}: not found; start the server with --enable-weight-updates"
+        raise ApiError(404, message, None, "unknown_url")
     if not service.keys.is_required and not is_loopback(request):
         raise ApiError(403, "without API keys only clients on this host may change the weights; set up keys")
 

@@ -189,7 +189,11 @@ def fixed(config: FrontendConfig) -> Iterator[RunningServer]:
 
 
 def test_the_routes_are_404_on_an_engine_that_keeps_its_weights(fixed: RunningServer) -> None:
-    assert [post(fixed.url + path).status_code for path in ROUTES] == [404, 404]
+    for path in ROUTES:
+        response = post(fixed.url + path)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "unknown_url")
+        assert path in error["message"] and "--enable-weight-updates" in error["message"]
     assert get(fixed.url + "/is_sleeping").status_code == 404
 
 
