@@ -60,6 +60,17 @@ def query_word(request: Request, name: str, allowed: tuple[str, ...], default: s
     return word
 
 
+def record_unknown(service: Service, request: Request, *known: str) -> None:
+    """Record the query parameters without effect, which the header `x-tandem-ignored` names.
+
+    Raises ApiError 400 for one with `--unknown-fields refuse`.
+    """
+    ignored = service.ignored_fields(request)
+    for name in request.query_params:
+        if name not in known:
+            ignored.add(name)
+
+
 def query_flag(request: Request, name: str, *, default: bool) -> bool:
     """Return a boolean query parameter, in the words and spellings that pydantic takes, such as Python's True.
 
@@ -110,6 +121,7 @@ def pause_router(service: Service) -> APIRouter:
         freezes all until the engine is resumed. Requests that arrive wait (`new_requests=hold`) or get a 503
         (`refuse`).
         """
+        record_unknown(service, request, "mode", "new_requests")
         mode = cast(PauseMode, query_word(request, "mode", PAUSE_MODES, DEFAULT_MODE))
         new_requests = query_word(request, "new_requests", NEW_REQUESTS, NEW_REQUESTS[0])
         if refusal := await calls.pause(mode, new_requests == "refuse"):

@@ -5,7 +5,7 @@ from typing import cast
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.frontend.api.admin.pause import DEFAULT_MODE, query_word
+from tandem.frontend.api.admin.pause import DEFAULT_MODE, query_word, record_unknown
 from tandem.frontend.api.admin.weight_updates import check_allowed
 from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
@@ -60,6 +60,7 @@ def sleep_router(service: Service) -> APIRouter:
         mode `abort` ends all, `wait` computes all to their end and `keep` has them continue after the wake.
         """
         check_allowed(service, request)
+        record_unknown(service, request, "level", "mode")
         level = int(query_word(request, "level", LEVELS, LEVELS[0]))
         mode = cast(PauseMode, query_word(request, "mode", PAUSE_MODES, DEFAULT_MODE))
         check_answer(await calls.sleep(level, mode))
@@ -75,6 +76,7 @@ def sleep_router(service: Service) -> APIRouter:
         Nothing is computed before all is awake and the weights are complete.
         """
         check_allowed(service, request)
+        record_unknown(service, request, "tags")
         check_answer(await calls.wake_up(wake_tags(request)))
         return Response()
 

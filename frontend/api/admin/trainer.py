@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Request
 
-from tandem.frontend.api.admin.pause import DEFAULT_MODE, query_flag, query_word
+from tandem.frontend.api.admin.pause import DEFAULT_MODE, query_flag, query_word, record_unknown
 from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
@@ -59,6 +59,7 @@ def trainer_router(service: Service) -> APIRouter:
         Modes `abort` and `wait` refuse requests that arrive, `keep` lets them wait. After an update of the weights,
         requests that were kept are computed again, with `clear_cache=false` they continue with their KV.
         """
+        record_unknown(service, request, "mode", "clear_cache", "wait_for_inflight_requests")
         mode = cast(PauseMode, query_word(request, "mode", PAUSE_MODES, DEFAULT_MODE))
         if query_flag(request, "wait_for_inflight_requests", default=False):
             mode = "wait"

@@ -89,6 +89,23 @@ def test_other_values_are_refused_by_name(server: RunningServer, engine: FakeEng
     assert not engine.sleeps
 
 
+@pytest.mark.parametrize(
+    ("path", "ignored"),
+    [
+        ("/sleep?levl=2&level=1", "levl"),
+        ("/wake_up?tag=weights", "tag"),
+        ("/pause?mod=keep&clear_cache=true", "mod"),
+        ("/admin/pause?clear_cache=true&mode=keep", "clear_cache"),
+        ("/sleep?level=1&mode=wait", None),
+        ("/wake_up?tags=weights", None),
+    ],
+)
+def test_parameters_without_effect_are_named(server: RunningServer, path: str, ignored: str | None) -> None:
+    response = post(server.url + path)
+    assert (response.status_code, response.headers.get("x-tandem-ignored")) == (200, ignored)
+    post(server.url + "/resume")
+
+
 def test_is_sleeping_until_all_is_awake(server: RunningServer) -> None:
     def asked() -> Any:
         response = get(server.url + "/is_sleeping")
