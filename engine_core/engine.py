@@ -150,8 +150,10 @@ class Engine:
     def tick(self) -> bool:
         """Run one iteration: drain commands, commit, plan, sample the step that waits for masks, launch, send.
 
-        Return False if idle. A step whose plan `needs_mask` is sampled in the next tick, after the previous step is
-        committed: its masks depend on that step's tokens. All other steps are sampled right behind their launch.
+        Then a pause, a change of the weights or a sleep takes place if no step is in flight. Return False if idle.
+
+        A step whose plan `needs_mask` is sampled in the next tick, after the previous step is committed: its masks
+        depend on that step's tokens. All other steps are sampled right behind their launch.
         """
         self.stages.start()
         idle = self.pipeline.in_flight == 0
@@ -407,11 +409,11 @@ class Engine:
     def _change_weights(self) -> bool:
         """Apply the change of the weights that is due, or cancel it at its deadline.
 
-        Return True if it has been.
+        Return True if either happened.
         """
         weights, scheduler = self.control.weights, self.scheduler
         change = weights.change
-        # Sequences of a request that has begun may be among the commands that are left.
+        # Commands that were not drained may hold further sequences of a request that has begun.
         may_begin = self._has_undrained and change is not None and change.running == "wait"
         if change is not None and not may_begin and weights.is_due(self.pipeline.in_flight, scheduler.num_begun):
             self._report_weights()
@@ -427,7 +429,7 @@ class Engine:
         return change is not None and weights.change is None
 
     def _sleep_or_wake(self) -> bool:
-        """Begin the sleep that is due, and carry out calls to wake up. Return True if there were any."""
+        """Begin the sleep that is due, and carry out calls to wake up. Return True if there was a sleep or a call."""
         sleep, weights, scheduler = self.control.sleep, self.control.weights, self.scheduler
         is_due = sleep.is_due(self.pipeline.in_flight, scheduler.num_open)
         if not is_due and not sleep.wakes:
@@ -437,7 +439,7 @@ class Engine:
             self._report_weights()
             self.runtime.synchronize()
         if is_due:
-            # Of the KV nothing remains: sequences begin again, the prefix cache and sessions are empty.
+            # The KV is lost: sequences are computed again, the prefix cache and sessions are empty.
             scheduler.change_weights(weights.version, keeps_rows=False)
             sleep.fall_asleep()
         for woken in sleep.wake():
