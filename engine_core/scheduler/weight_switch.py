@@ -5,6 +5,8 @@ from tandem.engine_core.errors import WeightsError
 from tandem.engine_core.weight_version import WeightVersion
 from tandem.protocol.events import AnyEvent, WeightFacts, WeightState
 
+_DROPPED = "a sleep of level 2 has dropped them (POST /wake_up without tags loads those of a folder again)"
+
 
 class WeightSwitch:
     """State of the weights, and the change that waits for the steps in flight.
@@ -69,7 +71,7 @@ class WeightSwitch:
     def note_woken(self, is_complete: bool) -> None:
         """Record whether weights that a sleep dropped are back. is_complete: False if they were not loaded again."""
         self.is_complete = is_complete
-        self.problem = "" if is_complete else "a sleep of level 2 has dropped them"
+        self.problem = "" if is_complete else _DROPPED
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
         """Send an event to a frontend at the end of the tick."""
