@@ -82,22 +82,28 @@ class FileBackup:
     """Implement `Backup` by a temporary file, for weights in main memory: another copy there would free nothing."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="tandem-sleep-")  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(prefix="tandem-sleep-", buffering=0)  # noqa: SIM115
+        self._reserved = 0
+        """Bytes of the file that stay allocated."""
         finalize(self, self._file.close)
 
     def reserve(self, nbytes: int) -> None:
         try:
             os.posix_fallocate(self._file.fileno(), 0, nbytes)
         except OSError as error:
+            self._shrink()
             raise self._problem(nbytes, error) from error
+        self._reserved = max(self._reserved, nbytes)
 
     def save(self, tensors: Sequence[Tensor]) -> None:
         try:
             self._file.seek(0)
             for tensor in tensors:
-                self._file.write(_bytes(tensor))
-            self._file.flush()
+                left = _bytes(tensor)
+                while left:
+                    left = left[self._file.write(left) :]
         except OSError as error:
+            self._shrink()
             raise self._problem(sum(map(len, tensors)), error) from error
         with suppress(OSError):  # Pages that are not written out yet stay, which costs memory only.
             os.fdatasync(self._file.fileno())
@@ -106,8 +112,16 @@ class FileBackup:
     def load(self, tensors: Sequence[Tensor]) -> None:
         self._file.seek(0)
         for tensor in tensors:
-            if self._file.readinto(_bytes(tensor)) != len(tensor):
-                raise SleepError("the temporary file of the weights is too short")
+            left = _bytes(tensor)
+            while left:
+                if not (count := self._file.readinto(left)):
+                    raise SleepError("the temporary file of the weights is too short")
+                left = left[count:]
+
+    def _shrink(self) -> None:
+        """Give back what a copy that has failed takes of the disk, which it may have filled."""
+        with suppress(OSError):
+            self._file.truncate(self._reserved)
 
     def _problem(self, nbytes: int, error: OSError) -> SleepError:
         return SleepError(

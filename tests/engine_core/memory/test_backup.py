@@ -1,6 +1,8 @@
 """Copies of released memory."""
 
 import os
+import resource
+import signal
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,6 +85,26 @@ def test_a_full_disk_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SleepError) as caught:
         FileBackup().reserve(5)
     assert caught.value.is_lack
+
+
+@pytest.mark.parametrize("reserved", [0, 1000])
+def test_a_copy_that_fills_the_disk_gives_back_what_it_took(reserved: int) -> None:
+    """A limit on the size of files takes the place of a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    backup, tensors = FileBackup(), bytes_of(1000, 20_000)
+    if reserved:
+        backup.reserve(reserved)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        with pytest.raises(SleepError) as caught:
+            backup.save(tensors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.is_lack
+    assert os.fstat(backup._file.fileno()).st_size == reserved
+    check_round_trip(backup, tensors)
 
 
 def test_a_truncated_file_is_reported() -> None:
