@@ -43,8 +43,12 @@ def find_adapters(modules: Sequence[Module], hub: HubOptions) -> dict[str, str]:
 
 
 def check_path(name: str, given: str) -> None:
-    """Raise LaunchError for an adapter that is neither a folder nor has the form of a name on the hub."""
-    if not os.path.isdir(given) and not is_hub_name(given):
+    """Raise LaunchError unless an adapter is a folder with its files, or has the form of a name on the hub."""
+    if os.path.isdir(given):
+        if missing := [file for file in FILES if not os.path.isfile(os.path.join(given, file))]:
+            reason = f"the folder has no {' and no '.join(missing)}; an adapter is a folder in PEFT's format"
+            raise LaunchError(f"--lora-modules {name}={given}: {reason}")
+    elif not is_hub_name(given):
         raise LaunchError(f"--lora-modules {name}={given}: this is neither a folder nor a name on the hub")
 
 

@@ -184,7 +184,11 @@ def test_folders_of_adapters_and_checkpoints_are_checked(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:
     none, enabled = str(tmp_path / "none"), ("--enable-lora", "--enable-weight-updates")
-    modules = ("--lora-modules", f"a={none}", f"b={model}", "c=me/adapter", f"d={none}")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / file).touch()
+    modules = ("--lora-modules", f"a={none}", f"b={adapter}", "c=me/adapter", f"d={none}")
     roots = ("--lora-root", str(tmp_path), "--swap-root", str(tmp_path))
     good = Checked(capsys, "serve", str(model), *FREE, *enabled, modules[0], *modules[2:4], *roots)
     assert good.problems == []

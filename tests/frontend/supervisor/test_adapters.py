@@ -50,6 +50,11 @@ def test_a_path_is_a_folder_or_a_name_on_the_hub(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     hub = HubOptions(None, "secret", tmp_path)
+    for file, missing in (("adapter_config.json", 2), ("adapter_model.safetensors", 1)):
+        with pytest.raises(LaunchError, match="--lora-modules a=") as refused:
+            find_adapters([("a", str(tmp_path))], hub)
+        assert str(refused.value).count("has no") + str(refused.value).count("and no") == missing
+        (tmp_path / file).touch()
     assert find_adapters([("a", str(tmp_path)), ("b", "me/x")], hub) == {"a": str(tmp_path), "b": "/cache/x"}
     assert asked[0][0] == "me/x" and asked[0][1]["token"] == "secret"
     for path in ("/nothing", "me/missing"):
