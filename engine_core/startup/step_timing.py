@@ -231,7 +231,9 @@ def _begin_rows(runtime: TorchRuntime, config: StepConfig) -> None:
     rows, positions = distinct_rows(GraphBucket(config.max_rows, 0), config.max_rows, config.max_len)
     places = list(zip(rows, positions, strict=True))
     begun = tuple([ScheduledSequence(-1, row, position, tokens=pack_ids([0])) for row, position in places])
-    admitted = tuple([NewSequence(-1, row, position + 1, GREEDY) for row, position in places])
+    # With room for one token, decode steps compute this position each time, also at the end of the longest sequence.
+    params = structs.replace(GREEDY, max_tokens=1)
+    admitted = tuple([NewSequence(-1, row, position + 1, params) for row, position in places])
     run_step(runtime, 0, StepPlan.of(0, begun, admitted))
 
 

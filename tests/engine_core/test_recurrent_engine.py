@@ -120,6 +120,16 @@ def test_steps_are_timed_with_rows_that_read_their_states(
     assert len(set(lengths[:16])) > 8
 
 
+@pytest.mark.parametrize(("max_len", "max_rows"), [(2, 1), (18, 1), (32, 16)])
+def test_rows_are_timed_within_the_longest_sequence(
+    max_len: int, max_rows: int, checkpoint: tuple[Path, list[list[int]], list[list[int]]]
+) -> None:
+    driven = DrivenEngine.build(options(checkpoint[0], max_len=max_len, max_rows=max_rows))
+    (found,) = driven.generate([[5] * (max_len - 1)], [SamplingParams(1, ignore_eos=True)])
+    assert len(found) == 1
+    assert max(runtime_of(driven).tables.sampling.lengths.tolist()) <= max_len
+
+
 @pytest.mark.parametrize(("shape", "state"), [("qwen3.5-9b", 64.2), ("qwen3.5-27b", 186.1)])
 def test_the_preflight_check_splits_the_memory_of_a_gpu(shape: str, state: float) -> None:
     asked = EngineOptions(model=f"benchmarks/shapes/{shape}", load_format="dummy", device="cuda", dtype="bfloat16")
