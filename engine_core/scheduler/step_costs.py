@@ -88,23 +88,30 @@ class AttentionShare(Struct, frozen=True):
 
 
 class StepCosts:
-    """Table of the durations of steps without context, and the cost of context.
+    """Table of the durations of steps with little context, and the cost of more.
 
     A step is expected to take `a * table(rows, tokens) + b * context + c * pairs`, where steps with prompts have an `a`
-    of their own: they run other kernels, and the table's are measured without prompts to attend to. The four factors
-    follow the measured steps through a Kalman filter (Kalman, 1960) with a random walk as its model, so that every
-    measured step corrects the expectation of all others.
+    of their own: they run other kernels, and the table's are measured without prompts to attend to. `context` leaves
+    out the positions that rows without prompts attended to when they were timed. The four factors follow the measured
+    steps through a Kalman filter (Kalman, 1960) with a random walk as its model, so that every measured step corrects
+    the expectation of all others.
     """
 
     def __init__(
-        self, table: Mapping[tuple[int, int], float], share: AttentionShare, state_copy_ms: float = 0.0
+        self,
+        table: Mapping[tuple[int, int], float],
+        share: AttentionShare,
+        state_copy_ms: float = 0.0,
+        timed_context: int = 0,
     ) -> None:
         """Keep a table of milliseconds by (rows, tokens).
 
         It holds (rows, 0) for some row counts and (0, tokens) for some token counts, and may hold pairs of both. An
-        empty table expects nothing. state_copy_ms: milliseconds of a copy of a recurrent state.
+        empty table expects nothing. state_copy_ms: milliseconds of a copy of a recurrent state; timed_context:
+        positions that each row of a (rows, 0) attended to.
         """
         self.state_copy_ms = state_copy_ms
+        self._timed_context = timed_context
         self._table = dict(table)
         self._rows = sorted(rows for rows, tokens in self._table if not tokens)
         self._tokens = sorted(tokens for rows, tokens in self._table if not rows)
@@ -168,8 +175,11 @@ class StepCosts:
         ]
 
     def _features(self, work: StepWork) -> tuple[float, float, float, float]:
-        base, context, pairs = self._base(work.rows, work.tokens), work.context * self._context_ms, work.pairs
-        return (0.0, base, context, pairs * self._pair_ms) if work.tokens else (base, 0.0, context, 0.0)
+        base = self._base(work.rows, work.tokens)
+        if work.tokens:
+            return 0.0, base, work.context * self._context_ms, work.pairs * self._pair_ms
+        context = max(0, work.context - work.rows * self._timed_context)
+        return base, 0.0, context * self._context_ms, 0.0
 
     def _base(self, rows: int, tokens: int) -> float:
         """Return the duration of a step without context.

@@ -1,7 +1,7 @@
 """Measure the durations of steps at startup.
 
-Graphs are replayed with padding, with a single position that attends; without graphs, the smallest and the largest
-steps are run. Neither reads much context: `StepCosts` adds its cost.
+Graphs are replayed with padding, at `TIMED_POSITION` if they have no prompts; without graphs, the smallest and the
+largest steps are run. Neither reads much context: `StepCosts` adds the cost of more.
 """
 
 from bisect import bisect_left
@@ -35,6 +35,10 @@ LONG_MS = 20.0
 then. Steps of rows and prompts that take as long are not timed: the device is so busy that the kind of their
 positions matters little."""
 
+TIMED_POSITION = 128
+"""Position of the rows of timed decode steps, in page 0. A row's first positions cost latency, which every row has, and
+further ones bandwidth, which `StepCosts` adds."""
+
 WORTH_PADDING, WORTH_PADDING_MS = 0.05, 0.2
 """Share of its time, and milliseconds, by which a graph must be slower than a larger one that is to take its steps."""
 
@@ -51,7 +55,8 @@ def measure_costs(runtime: TorchRuntime, config: StepConfig, model: ModelConfig,
         if graphs is not None:
             graphs.prefer(_faster_graphs(runtime, graphs, table))
     share = attention_share(model, layout, config.max_len)
-    return StepCosts(without_outliers(table), share, _time_state_copies(runtime))
+    timed = 0 if graphs is None or runtime.kv.recurrent else timed_position(config.max_len)
+    return StepCosts(without_outliers(table), share, _time_state_copies(runtime), timed)
 
 
 def without_outliers(table: Table) -> Table:
@@ -181,6 +186,13 @@ def fill_inputs(runtime: TorchRuntime, bucket: GraphBucket) -> None:
     if runtime.kv.recurrent:
         filled = torch.tensor(distinct_rows(bucket, len(runtime.tables.tokens) - 1, max_len), dtype=torch.int32)
         inputs[: filled.numel()] = filled.flatten().to(inputs.device)
+    elif not bucket.num_prefill_tokens:
+        inputs[bucket.num_decode_tokens : 2 * bucket.num_decode_tokens] = timed_position(max_len)
+
+
+def timed_position(max_len: int) -> int:
+    """Return the position of the rows of timed decode steps, for sequences of up to max_len positions."""
+    return min(TIMED_POSITION, max_len - 2)
 
 
 def distinct_rows(bucket: GraphBucket, max_rows: int, max_len: int) -> tuple[list[int], list[int]]:

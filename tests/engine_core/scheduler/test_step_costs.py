@@ -41,6 +41,14 @@ def test_context_adds_its_share_of_the_weights() -> None:
     assert costs.milliseconds(StepWork(0, 0, 64, 700)) == pytest.approx(4.0 + 700 * 1e-2 * 20.0 / 512)
 
 
+def test_context_counts_from_where_rows_were_timed() -> None:
+    """Rows below that position take as long as the table says, and steps with prompts were timed without context."""
+    costs = StepCosts(TABLE, SHARE, timed_context=100)
+    assert costs.milliseconds(StepWork(2, 1000)) == pytest.approx(2.0 + 800 * 1e-3 * 1.0)
+    assert costs.milliseconds(StepWork(2, 150)) == 2.0
+    assert costs.milliseconds(StepWork(2, 150, 64)) == pytest.approx(5.0 + 150 * 1e-3 * 1.0)
+
+
 def test_an_empty_table_expects_nothing() -> None:
     costs = StepCosts({}, SHARE)
     costs.correct(StepWork(1, 1), 5.0)

@@ -1,6 +1,8 @@
 """Durations of steps at start: of graphs by bucket, without graphs by a line through three steps."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.scheduler.step_costs import StepWork
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.startup.step_timing import (
+    TIMED_POSITION,
     attention_share,
     distinct_rows,
     faster_buckets,
+    fill_inputs,
     prompts_alone,
     without_outliers,
 )
@@ -75,6 +79,23 @@ def test_rows_with_states_are_timed_apart() -> None:
     rows, positions = distinct_rows(GraphBucket(2, 7), 8, 3)
     assert rows == [1, 2, 3, 3, 3, 4, 4, 4, 5]
     assert positions == [1, 1, 0, 1, 2, 0, 1, 2, 0]
+
+
+def test_rows_of_decode_steps_are_timed_at_a_position() -> None:
+    """Steps with prompts keep padding at position 0."""
+    found = {}
+    for bucket, max_len in ((GraphBucket(2, 0), 512), (GraphBucket(2, 0), 8), (GraphBucket(1, 2), 512)):
+        inputs = torch.full((8,), 7, dtype=torch.int32)
+        runtime: Any = SimpleNamespace(
+            slots=[SimpleNamespace(device_inputs=inputs)],
+            tables=SimpleNamespace(tokens=torch.zeros(4, max_len)),
+            kv=SimpleNamespace(recurrent=()),
+        )
+        fill_inputs(runtime, bucket)
+        found[bucket, max_len] = inputs.tolist()
+    assert found[GraphBucket(2, 0), 512] == [0, 0, TIMED_POSITION, TIMED_POSITION, 0, 0, 0, 0]
+    assert found[GraphBucket(2, 0), 8] == [0, 0, 6, 6, 0, 0, 0, 0]
+    assert found[GraphBucket(1, 2), 512] == [0] * 8
 
 
 def test_a_step_that_was_held_up_counts_as_the_next_larger_one() -> None:
