@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels.delta_rule.ring import fold_ring, ring_pointers
 from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState
 from tandem.engine_core.kernels.delta_rule.verified_tokens import MAX_QUERIES
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
@@ -52,19 +53,14 @@ def _fold_accepted_kernel(
     if (row > 0) & (count > 0) & (after > computed - count):
         own = layer.to(tl.int64) * num_rows + row
         for head in range(group * HEADS_AT_ONCE, tl.minimum((group + 1) * HEADS_AT_ONCE, HEADS)):
-            own_decays_ptr = decays_ptr + (own * HEADS + head) * 2 * R
-            own_keys_ptr = keys_ptr + (own * KEY_HEADS + head // (HEADS // KEY_HEADS)) * 2 * R * K + k_index
+            ring = ring_pointers(updates_ptr, keys_ptr, decays_ptr, own, head, KEY_HEADS, HEADS, K, V, R, U)
+            own_decays_ptr = ring[2]
             total = tl.load(own_decays_ptr + (after - 1) % (2 * R))
             for part in range(V // BLOCK):
                 v_index = part * BLOCK + tl.arange(0, BLOCK)
                 own_base_ptr = base_ptr + (own * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
-                own_updates_ptr = updates_ptr + (own * HEADS + head) * U * V + v_index
-                base = tl.load(own_base_ptr) * tl.exp(total)
-                for back in range(1, R + 1):
-                    at = after - back
-                    weight = tl.exp(total - tl.load(own_decays_ptr + at % (2 * R)))
-                    key = tl.load(own_keys_ptr + (at % (2 * R)) * K).to(tl.float32) * weight
-                    base += key[:, None] * tl.load(own_updates_ptr + (at % U) * V)[None, :]
+                base = tl.load(own_base_ptr)
+                base = fold_ring(base, *ring, after, k_index, v_index, K, V, R, U, K_AXIS=0)
                 # The layouts of load and store may differ.
                 tl.debug_barrier()
                 tl.store(own_base_ptr, base)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels.delta_rule.ring import fold_ring, ring_pointers
 from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, TokenRows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 
@@ -65,16 +66,15 @@ def _single_tokens_kernel(
     has_state = (row > 0) & (position > 0)
     cursor = position % R
     own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
-    own_updates_ptr = updates_ptr + (row * HEADS + head) * U * V + v_index
-    own_keys_ptr = keys_ptr + (row * KEY_HEADS + key_head) * 2 * R * K + k_index
-    own_decays_ptr = decays_ptr + (row * HEADS + head) * 2 * R
+    ring = ring_pointers(updates_ptr, keys_ptr, decays_ptr, row, head, KEY_HEADS, HEADS, K, V, R, U)
+    own_updates_ptr, own_keys_ptr, own_decays_ptr = ring
     # The preceding kernel, the convolution, writes none of these.
     base = tl.load(own_base_ptr, mask=has_state & (k_index[:, None] >= 0), other=0.0)
     in_ring = (row > 0) & (r_index < cursor)
     at = (position - cursor + r_index) % (2 * R)
-    old_keys = tl.load(own_keys_ptr[None, :] + at[:, None] * K, mask=in_ring[:, None], other=0.0)
+    old_keys = tl.load(own_keys_ptr + at[:, None] * K + k_index[None, :], mask=in_ring[:, None], other=0.0)
     own_index = (position - cursor + r_index) % U
-    updates = tl.load(own_updates_ptr[None, :] + own_index[:, None] * V, mask=in_ring[:, None], other=0.0)
+    updates = tl.load(own_updates_ptr + own_index[:, None] * V + v_index[None, :], mask=in_ring[:, None], other=0.0)
     old_decays = tl.load(own_decays_ptr + at, mask=in_ring, other=0.0)
     total = tl.load(own_decays_ptr + (position + 2 * R - 1) % (2 * R), mask=has_state, other=0.0)
     wait_for_previous(PDL)
@@ -87,14 +87,8 @@ def _single_tokens_kernel(
         beta = tl.sigmoid(tl.load(gate + head).to(tl.float32))
         decay = log_decay(gate, a_log_ptr, dt_bias_ptr, head, True, HEADS)
         key = stored_key.to(tl.float32)
-        if (cursor == 0) & has_state:
-            base = base * tl.exp(total)
-            for back in range(1, R + 1):
-                index = (position - back) % (2 * R)
-                weight = tl.exp(total - tl.load(own_decays_ptr + index))
-                old_key = tl.load(own_keys_ptr + index * K).to(tl.float32) * weight
-                base += old_key[:, None] * tl.load(own_updates_ptr + ((position - back) % U) * V)[None, :]
         if cursor == 0:
+            base = fold_ring(base, *ring, position, k_index, v_index, K, V, R, U, K_AXIS=0)
             # The layouts of load and store may differ.
             tl.debug_barrier()
             tl.store(own_base_ptr, base)
@@ -110,11 +104,11 @@ def _single_tokens_kernel(
         result += tl.sum(key * query) * update
         # Reads of the ring by this program come before these writes; others write other entries.
         tl.debug_barrier()
-        tl.store(own_updates_ptr + (position % U) * V, update)
+        tl.store(own_updates_ptr + (position % U) * V + v_index, update)
         if part == 0:
             tl.store(own_decays_ptr + position % (2 * R), total)
             if head % (HEADS // KEY_HEADS) == 0:
-                tl.store(own_keys_ptr + (position % (2 * R)) * K, stored_key)
+                tl.store(own_keys_ptr + (position % (2 * R)) * K + k_index, stored_key)
         tl.store(out_ptr + (token * HEADS + head) * V + v_index, result.to(out_ptr.dtype.element_ty))
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels.delta_rule.ring import fold_ring, ring_pointers
 from tandem.engine_core.kernels.delta_rule.single_tokens import (
     SMALL_BATCH,
     SMALL_VALUE_BLOCK,
@@ -65,27 +66,22 @@ def _verified_tokens_kernel(
     has_state = (row > 0) & (position > 0)
     cursor = position % R
     own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
-    own_updates_ptr = updates_ptr + (row * HEADS + head) * U * V + v_index
-    own_keys_ptr = keys_ptr + (row * KEY_HEADS + key_head) * 2 * R * K + k_index
-    own_decays_ptr = decays_ptr + (row * HEADS + head) * 2 * R
+    ring = ring_pointers(updates_ptr, keys_ptr, decays_ptr, row, head, KEY_HEADS, HEADS, K, V, R, U)
+    own_updates_ptr, own_keys_ptr, own_decays_ptr = ring
     # The preceding kernel, the convolution, writes none of these.
     base = tl.load(own_base_ptr, mask=has_state & (k_index[:, None] >= 0), other=0.0)
     in_ring = (row > 0) & (r_index < cursor)
     at = position - cursor + r_index
-    old_keys = tl.load(own_keys_ptr[None, :] + (at % (2 * R))[:, None] * K, mask=in_ring[:, None], other=0.0)
-    old_updates = tl.load(own_updates_ptr[None, :] + (at % U)[:, None] * V, mask=in_ring[:, None], other=0.0)
+    old_keys_ptr = own_keys_ptr + (at % (2 * R))[:, None] * K + k_index[None, :]
+    old_updates_ptr = own_updates_ptr + (at % U)[:, None] * V + v_index[None, :]
+    old_keys = tl.load(old_keys_ptr, mask=in_ring[:, None], other=0.0)
+    old_updates = tl.load(old_updates_ptr, mask=in_ring[:, None], other=0.0)
     old_decays = tl.load(own_decays_ptr + at % (2 * R), mask=in_ring, other=0.0)
     total = tl.load(own_decays_ptr + (position + 2 * R - 1) % (2 * R), mask=has_state, other=0.0)
     wait_for_previous(PDL)
     if row > 0:
-        if (cursor == 0) & has_state:
-            base = base * tl.exp(total)
-            for back in range(1, R + 1):
-                index = position - back
-                weight = tl.exp(total - tl.load(own_decays_ptr + index % (2 * R)))
-                old_key = tl.load(own_keys_ptr + (index % (2 * R)) * K).to(tl.float32) * weight
-                base += old_key[:, None] * tl.load(own_updates_ptr + (index % U) * V)[None, :]
         if cursor == 0:
+            base = fold_ring(base, *ring, position, k_index, v_index, K, V, R, U, K_AXIS=0)
             # The layouts of load and store may differ.
             tl.debug_barrier()
             tl.store(own_base_ptr, base)
@@ -124,12 +120,13 @@ def _verified_tokens_kernel(
         # Reads of the ring by this program come before these writes; others write other entries.
         tl.debug_barrier()
         written = position + number
-        target = own_updates_ptr[None, :] + (written % U)[:, None] * V
-        tl.store(target, updates, mask=is_live[:, None])
+        target_ptr = own_updates_ptr + (written % U)[:, None] * V + v_index[None, :]
+        tl.store(target_ptr, updates, mask=is_live[:, None])
         if part == 0:
             tl.store(own_decays_ptr + written % (2 * R), totals, mask=is_live)
             if head % (HEADS // KEY_HEADS) == 0:
-                tl.store(own_keys_ptr[None, :] + (written % (2 * R))[:, None] * K, stored_keys, mask=is_live[:, None])
+                key_target_ptr = own_keys_ptr + (written % (2 * R))[:, None] * K + k_index[None, :]
+                tl.store(key_target_ptr, stored_keys, mask=is_live[:, None])
         own_out_ptr = out_ptr + ((first + number)[:, None] * HEADS + head) * V + v_index[None, :]
         tl.store(own_out_ptr, results.to(out_ptr.dtype.element_ty), mask=is_live[:, None])
 
