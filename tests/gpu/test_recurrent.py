@@ -82,5 +82,9 @@ def test_engines_generate_the_tokens_of_transformers(
     params = SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)
     assert driven.generate(prompts, [params] * len(prompts)) == expected
     assert driven.generate(prompts, [params] * len(prompts)) == expected, "from checkpoints"
+    # With few pages, the prompts that follow evict those of each prompt, so one prompt is repeated alone.
+    longest = LENGTHS.index(max(LENGTHS))
+    for _ in range(2):
+        assert driven.generate([prompts[longest]], [params]) == [expected[longest]], "from checkpoints"
     assert driven.engine.scheduler.memory.num_hit_tokens > 0
     assert (driven.engine.stats.preemptions > 0) == (name == "preempted")
