@@ -23,6 +23,8 @@ MODEL_MEMORY, NGRAM_MEMORY = 0.985, 0.75
 text begins or ends to repeat."""
 MIN_GAIN = 0.01
 """Share by which tokens per millisecond have to exceed those of plain steps: less is lost in the noise of estimates."""
+MAX_PROBES = 4
+"""Maximum number of probes that plain steps save up for, without positions to make up for: new requests have none."""
 CATCH_UP_STEPS = 256
 """Number of steps with drafts that have to make up for the positions that the draft model lacks."""
 MAX_GAP = 2
@@ -59,8 +61,8 @@ class DraftPolicy:
         self.acceptance = Acceptance(max(self.sizes, default=0), MODEL_MEMORY if has_model else NGRAM_MEMORY)
         self.max_catch_up: int | None = None
         """Maximum number of positions that the draft model may make up for in the chosen step; None: no limit."""
-        self._plain_ms = 0.0
-        """Duration of the plain steps since the last drafts."""
+        self._room_ms = 0.0
+        """Milliseconds that probes may take now."""
 
     @property
     def most(self) -> int:
@@ -99,19 +101,19 @@ class DraftPolicy:
                 if rate > best:
                     best, chosen = rate, index + 1
         if chosen:
-            self._plain_ms = 0.0
             return chosen
         return self._probe(padded, context, plain, gaps)
 
     def _probe(self, rows: int, context: float, plain: float, gaps: list[int]) -> int:
         """Return the fewest drafts if plain steps have taken long enough to pay for them, else 0."""
-        self._plain_ms += plain
-        size, room = self.sizes[0], PROBE_SHARE * self._plain_ms
-        room -= max(0.0, self.costs.milliseconds(rows, size, context) - plain)
-        if room < self.costs.catch_up_ms(min(gaps, default=0)):
+        size = self.sizes[0]
+        verify = max(0.0, self.costs.milliseconds(rows, size, context) - plain)
+        cost = verify + self.costs.catch_up_ms(min(gaps, default=0))
+        self._room_ms = min(self._room_ms + PROBE_SHARE * plain, max(MAX_PROBES * verify, cost))
+        if self._room_ms < cost:
             return 0
-        self._plain_ms = 0.0
-        self.max_catch_up = self.costs.catch_up_positions(room)
+        self.max_catch_up = self.costs.catch_up_positions(self._room_ms - verify)
+        self._room_ms -= max(cost, verify + self.costs.catch_up_ms(min(self.max_catch_up, sum(gaps))))
         self.acceptance.forget()
         return size
 

@@ -44,6 +44,52 @@ def test_drafts_that_become_right_are_found_and_those_that_become_wrong_are_give
     assert simulation.run(1000) >= 0.99 / PLAIN[1]
 
 
+class TestOtherRequests:
+    """Estimates follow requests whose drafts are accepted more or less often, whatever rows came before."""
+
+    @pytest.mark.parametrize("before", [1, 8, 64, 256])
+    @pytest.mark.parametrize("rows", [1, 8, 64])
+    def test_wrong_drafts_are_given_up_in_a_few_steps(self, before: int, rows: int) -> None:
+        policy, chosen = policy_of(0.9), list[int]()
+        Simulation(policy, before, 0.8).run(200)
+        simulation = Simulation(policy, rows, 0.0)
+        for _ in range(40):
+            chosen.append(policy.choose(simulation.sequences))
+            simulation.run(1, fixed=chosen[-1])
+            if chosen[-1]:
+                policy.observe({(chosen[-1], 0): rows})
+        assert sum(drafts > 0 for drafts in chosen) <= 12
+
+    @pytest.mark.parametrize("rows", [1, 8, 64])
+    def test_right_drafts_are_found_within_three_probes(self, rows: int) -> None:
+        policy = policy_of(0.9)
+        Simulation(policy, rows, 0.0).run(400)
+        probes = 0
+        for _ in range(400):
+            drafts = policy.choose(rows_of(rows))
+            if drafts:
+                policy.observe({(drafts, drafts): rows})
+                probes += 1
+            if drafts > 1:
+                break
+        assert 1 <= probes <= 3
+
+    def test_few_probes_are_saved_up(self) -> None:
+        """For rows that lack no positions, while others lacked too many."""
+        policy, costly, cheap = policy_of(0.9, span_ms=1000.0), rows_of(1), rows_of(1)
+        policy.observe({(1, 0): 20})
+        costly[0].drafts.model_lag, costly[0].drafts.model_len = 100, 0
+        assert not any(policy.choose(costly) for _ in range(3000))
+        assert sum(policy.choose(cheap) for _ in range(20)) == 4
+
+    def test_steps_of_one_text_contradict_no_estimate(self) -> None:
+        acceptance = Acceptance(1, 0.985)
+        for _ in range(100):
+            for right in (1, 1, 0, 1):
+                acceptance.observe([1], [right])
+        assert acceptance.survival == pytest.approx([0.75], abs=0.02)
+
+
 class TestLimits:
     @pytest.mark.parametrize("rows", [1, 64, 65, 85, 86, 128, 129, 170, 171, 256, 257])
     @pytest.mark.parametrize("fixed", [None, 7])
