@@ -43,7 +43,6 @@ class KernelSet:
         [Tensor, Tensor, Tensor, float, Tensor, int, Routing, Tensor, Tensor | None, int],
         tuple[Tensor, Tensor, Routed],
     ]
-    add_shared_expert: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     find_pieces: Callable[[TokenRows], Pieces | None]
     short_conv: Callable[[Tensor, Tensor, DeltaRuleShape, DeltaRuleState, TokenRows, Any], Tensor]
     delta_rule: Callable[[Tensor, Tensor, Tensor, Tensor, DeltaRuleShape, DeltaRuleState, TokenRows, Any], Tensor]
@@ -68,7 +67,6 @@ def torch_kernels() -> KernelSet:
         quantized_activation.quantized_norm,
         quantized_activation.quantized_gate,
         moe.norm_and_route,
-        moe.add_shared_expert,
         delta_rule.find_pieces,
         delta_rule.short_conv,
         delta_rule.delta_rule,
@@ -94,7 +92,6 @@ def triton_kernels(pdl: bool) -> KernelSet:
     from tandem.engine_core.kernels.lora.group_tokens import group_tokens
     from tandem.engine_core.kernels.lora.shrink_expand import add_lora
     from tandem.engine_core.kernels.moe.route import norm_and_route
-    from tandem.engine_core.kernels.moe.shared_expert import add_shared_expert
     from tandem.engine_core.kernels.norm import add_rms_norm, norm_add_rms_norm, quantized_norm, rms_norm
     from tandem.engine_core.kernels.quantize import quantize
     from tandem.engine_core.kernels.soft_cap import soft_cap
@@ -111,7 +108,6 @@ def triton_kernels(pdl: bool) -> KernelSet:
         partial(quantized_norm, pdl=pdl),
         partial(quantized_gate, pdl=pdl),
         partial(norm_and_route, pdl=pdl),
-        partial(add_shared_expert, pdl=pdl),
         partial(find_pieces, pdl=pdl),
         partial(short_conv, pdl=pdl),
         partial(delta_rule, pdl=pdl),

@@ -4,17 +4,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.loader.slots import WeightSlot
 
 
 class ExpertWeights(Protocol):
     """The experts of one layer: gated feed-forward networks. Each token uses a few of them."""
 
-    def run(self, x: Tensor, routed: Routed) -> Tensor:
+    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
         """Return the weighted sum of each token's experts, [T, hidden]; zeros for padding.
 
-        x: [T, hidden], contiguous.
+        x: [T, hidden], contiguous; shared: of the expert that all tokens use, added to the sum, None if there is none.
         """
 
     def slots(self, prefix: str, projections: tuple[str, str, str]) -> list[WeightSlot]:

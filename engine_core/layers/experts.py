@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.build_context import BuildContext
@@ -50,10 +50,10 @@ class Experts:
         self.scheme = scheme
         self.activation = activation
 
-    def run(self, x: Tensor, routed: Routed) -> Tensor:
+    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
         """Implement `ExpertWeights.run`."""
         given = (x, self.gate_up, self.down, routed, self.activation, self.gate_up_scales, self.down_scales)
-        return moe.run_experts(*given)
+        return moe.with_shared_expert(moe.run_experts(*given), shared)
 
     def slots(self, prefix: str, projections: tuple[str, str, str]) -> list[WeightSlot]:
         """Implement `ExpertWeights.slots`."""

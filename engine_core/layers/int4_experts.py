@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
-from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.quantized.int4_slots import int4_slots
 from tandem.engine_core.loader.slots import WeightSlot
@@ -36,14 +36,14 @@ class Int4Experts:
         self.scheme = scheme
         self.activation = activation
 
-    def run(self, x: Tensor, routed: Routed) -> Tensor:
+    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
         """Implement `ExpertWeights.run`."""
 
         def weights_of(expert: int) -> tuple[Tensor, Tensor]:
             halves = [dequantized(self.gate_up, 2 * expert + half, x.dtype) for half in (0, 1)]
             return torch.cat(halves), dequantized(self.down, expert, x.dtype)
 
-        return moe.apply_experts(x, weights_of, routed, self.activation)
+        return moe.with_shared_expert(moe.apply_experts(x, weights_of, routed, self.activation), shared)
 
     def finish(self) -> None:
         """Convert the weights once they are loaded. Here: keep them as they are."""

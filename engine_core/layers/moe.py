@@ -113,8 +113,8 @@ class MixtureOfExperts:
         assert norm.update_weight is None, "the norm before a router is a plain RMSNorm"
         given = update, residual, norm.weight, norm.eps, self.router, self.top_k, self.routing
         normed, stream, routed = self.kernels.norm_and_route(*given, self.switch.flag, rows, self.seed)
-        output = self.experts.run(normed, routed)
-        return (output if self.shared is None else self.shared.add(normed, output, adapters)), stream
+        shared = None if self.shared is None else self.shared.run(normed, adapters)
+        return self.experts.run(normed, routed, shared), stream
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""

@@ -5,8 +5,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
+from tandem.engine_core.kernels.moe.routing import SharedOutput
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.loader.slots import WeightSlot
@@ -16,11 +16,10 @@ from tandem.engine_core.model_config import ModelConfig
 class SharedExpert:
     """A gated feed-forward network times sigmoid(gate(x)), one number for each token."""
 
-    def __init__(self, network: GatedMLP, gate: Tensor, kernels: KernelSet) -> None:
+    def __init__(self, network: GatedMLP, gate: Tensor) -> None:
         """Store the parts. gate: weight of the gate, [1, hidden], in the model's dtype or float32."""
         self.network = network
         self.gate = gate
-        self.kernels = kernels
 
     @classmethod
     def build(cls, config: ModelConfig, width: int, prefix: str, context: BuildContext) -> Self:
@@ -30,14 +29,11 @@ class SharedExpert:
         """
         dtype = context.own_dtype(f"{prefix}shared_expert_gate.weight")
         gate = torch.empty(1, config.hidden_size, device=context.device, dtype=dtype)
-        return cls(GatedMLP.build(config, f"{prefix}shared_expert.", context, width), gate, context.kernels)
+        return cls(GatedMLP.build(config, f"{prefix}shared_expert.", context, width), gate)
 
-    def add(self, x: Tensor, routed: Tensor, adapters: AdapterTokens | None) -> Tensor:
-        """Return the output of a mixture with this expert, [T, hidden].
-
-        x: inputs of all experts; routed: output of the experts that the router chose, both [T, hidden].
-        """
-        return self.kernels.add_shared_expert(x, self.gate, self.network.apply(x, adapters), routed)
+    def run(self, x: Tensor, adapters: AdapterTokens | None) -> SharedOutput:
+        """Return the expert's output. x: inputs of all experts, [T, hidden]."""
+        return SharedOutput(self.network.apply(x, adapters), x, self.gate)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors. prefix: as in `build`."""

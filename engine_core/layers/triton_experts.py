@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
 from tandem.engine_core.kernels.moe.plans import choose_expert_plan
-from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
 from tandem.engine_core.kernels.quantize import quantize
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
@@ -62,14 +62,14 @@ class TritonExperts(Experts):
             return None
         return ActivationFormat(torch.float8_e4m3fn, SCALE_BLOCK if self.scheme.block is not None else None)
 
-    def run(self, x: Tensor, routed: Routed) -> Tensor:
+    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
         """Implement `Experts.run`."""
         (gate_up, down), pdl = self._stored, self.gpu.pdl
         if routed.pairs is None:
             first, last = self._plan("gate_up", x, routed, None), self._plan("down", x, routed, None)
             assert isinstance(first, GemvPlan) and isinstance(last, GemvPlan)
             gated = gate_up_gemv(x, gate_up, self.gate_up_scales, routed, self.activation, first, pdl)
-            return down_gemv(gated, down, self.down_scales, routed, last, pdl)
+            return down_gemv(gated, down, self.down_scales, routed, last, pdl, shared)
         to = self._format
         grouped, plan = self._plan("gate_up", x, routed, to), self._plan("down", x, routed, to)
         assert isinstance(grouped, GroupedPlan) and isinstance(plan, GroupedPlan)
@@ -78,7 +78,7 @@ class TritonExperts(Experts):
         hidden = grouped_gate_up(rows, gate_up, self.gate_up_scales, routed, self.activation, grouped, fused, pdl)
         if to is not None and not isinstance(hidden, QuantizedActivation):
             hidden = quantize(hidden, to, pdl)
-        return combine(grouped_down(hidden, down, self.down_scales, routed, plan, pdl), routed, pdl)
+        return combine(grouped_down(hidden, down, self.down_scales, routed, plan, pdl), routed, pdl, shared)
 
     def _plan(self, part: ExpertPart, x: Tensor, routed: Routed, to: ActivationFormat | None) -> ExpertPlan:
         """Return the plan of a matmul. to: format of its inputs, None if they are not quantized."""

@@ -12,7 +12,7 @@ from tandem.engine_core.kernels.moe.int4_gemv import int4_pair_gemv
 from tandem.engine_core.kernels.moe.int4_grouped_gemm import int4_grouped_gemm
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.plans import choose_expert_plan
-from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE, GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
 from tandem.engine_core.layers.int4_experts import Int4Experts
@@ -44,15 +44,15 @@ class TritonInt4Experts(Int4Experts):
                     f"GPU, only groups of a multiple of {INT4_STRIDE}"
                 )
 
-    def run(self, x: Tensor, routed: Routed) -> Tensor:
+    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
         """Implement `ExpertWeights.run`."""
         first, last, pdl = self._plan("gate_up", x, routed), self._plan("down", x, routed), self.gpu.pdl
         if isinstance(first, GemvPlan) and isinstance(last, GemvPlan):
             hidden = int4_pair_gemv(x, self.gate_up, routed, self.activation, first, pdl)
-            return combine(int4_pair_gemv(hidden, self.down, routed, None, last, pdl), routed, pdl)
+            return combine(int4_pair_gemv(hidden, self.down, routed, None, last, pdl), routed, pdl, shared)
         assert isinstance(first, GroupedPlan) and isinstance(last, GroupedPlan)
         hidden = int4_grouped_gemm(x, self.gate_up, routed, self.activation, first, pdl)
-        return combine(int4_grouped_gemm(hidden, self.down, routed, None, last, pdl), routed, pdl)
+        return combine(int4_grouped_gemm(hidden, self.down, routed, None, last, pdl), routed, pdl, shared)
 
     def finish(self) -> None:
         """Implement `Int4Experts.finish`: convert the words to the kernels' layout."""

@@ -13,8 +13,7 @@ from tandem.engine_core.kernels.moe.int4_grouped_gemm import int4_grouped_gemm
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan, choose_router
 from tandem.engine_core.kernels.moe.route import normed_router, route, router_partials
-from tandem.engine_core.kernels.moe.routing import Routed, Routing
-from tandem.engine_core.kernels.moe.shared_expert import add_shared_expert
+from tandem.engine_core.kernels.moe.routing import Routed, Routing, SharedOutput
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, empty_quantized_activation
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
@@ -34,7 +33,7 @@ def empty_routing(tokens: int, experts: int, top_k: int) -> Routed:
 def mixtures(gpu: GpuTraits, rows: tuple[int, ...], bits: tuple[int, ...] = (16, 8)) -> Iterator[Launch]:
     """The kernels of a layer for some numbers of tokens, with 16-bit weights and FP8 in blocks and with row scales."""
     yield from wide_experts(gpu)
-    yield lambda: add_shared_expert(half(2, HIDDEN), half(1, HIDDEN), half(2, HIDDEN), half(2, HIDDEN), gpu.pdl)
+    yield from shared_experts(gpu)
     for tokens in rows:
         yield from routings(gpu, tokens)
         yield from int4_experts(gpu, tokens)
@@ -50,6 +49,16 @@ def wide_experts(gpu: GpuTraits) -> Iterator[Launch]:
     plan = choose_expert_plan(ExpertKey("down", 8, 16, 4096, 1536, 128, 8, 1), gpu)
     assert isinstance(plan, GemvPlan) and plan.block_k < 1536
     yield lambda: down_gemv(half(1, 8, 1536), down, scales, empty_routing(1, 128, 8), plan, gpu.pdl)
+
+
+def shared_experts(gpu: GpuTraits) -> Iterator[Launch]:
+    """The last kernels of 2 and of 8 tokens, with a shared expert."""
+    few, more = (SharedOutput(half(count, HIDDEN), half(count, HIDDEN), half(1, HIDDEN)) for count in (2, 8))
+    plan = choose_expert_plan(ExpertKey("down", 16, 16, HIDDEN, WIDTH, EXPERTS, TOP_K, 2), gpu)
+    assert isinstance(plan, GemvPlan)
+    hidden, down = half(2, TOP_K, WIDTH), half(EXPERTS, HIDDEN, WIDTH)
+    yield lambda: down_gemv(hidden, down, None, empty_routing(2, EXPERTS, TOP_K), plan, gpu.pdl, few)
+    yield lambda: combine(half(8 * TOP_K, HIDDEN), empty_routing(8, EXPERTS, TOP_K), gpu.pdl, more)
 
 
 def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:

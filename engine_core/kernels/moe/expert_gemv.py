@@ -18,8 +18,9 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.eight_bit_weights import cast_weights
 from tandem.engine_core.kernels.linear.gemv import apply_gate
-from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK, SCALED, scale_granularity
+from tandem.engine_core.kernels.moe.shared_expert import gate_weight, shared_arguments
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 
@@ -119,6 +120,9 @@ def _down_gemv_kernel(
     scale_ptr,
     ids_ptr,
     weights_ptr,
+    shared_x_ptr,
+    gate_ptr,
+    shared_ptr,
     out_ptr,
     N,
     K: tl.constexpr,
@@ -127,11 +131,13 @@ def _down_gemv_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
+    SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS outputs of one token, summed over its experts. The tile holds the rows of all of them.
 
     x: [T, TOP_K, K]; weight: [E, N, K]; ids, weights: [T, TOP_K]; out: [T, N]. A token without experts gets zeros.
+    SHARED: block of inputs of the shared expert's gate, 0 without that expert; shared_x, shared: [T, N]; gate: [N].
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     WIDE: tl.constexpr = (K + 127) // 128
@@ -150,6 +156,9 @@ def _down_gemv_kernel(
     tile_ptr = weight_ptr + experts[:, None, None] * N * K + own[None, :, None] * K + offs_k[None, None, :]
     tile = tl.load(tile_ptr, mask=routed[:, None, None] & (offs_k < K)[None, None, :], other=0.0)
     shares = tl.load(weights_ptr + token * TOP_K + ranks, mask=ranks < TOP_K, other=0.0)
+    if SHARED > 0:
+        share = gate_weight(shared_x_ptr + token.to(tl.int64) * N, gate_ptr, N, SHARED)
+        shared = tl.load(shared_ptr + token.to(tl.int64) * N + rows, mask=rows < N, other=0.0).to(tl.float32)
     if PDL:
         wait_for_previous(PDL)
     sums = tl.zeros([BLOCK_TOP, ROWS], tl.float32)
@@ -175,6 +184,8 @@ def _down_gemv_kernel(
     if SCALES == 1:
         sums *= tl.load(scale_ptr + experts[:, None] * N + own[None, :])
     total = tl.sum(tl.where(routed[:, None], sums * shares[:, None], 0.0), 0)
+    if SHARED > 0:
+        total += share * shared
     tl.store(out_ptr + token.to(tl.int64) * N + rows, total.to(out_ptr.dtype.element_ty), mask=rows < N)
 
 
@@ -216,26 +227,34 @@ def gate_up_gemv(
 
 
 def down_gemv(
-    x: Tensor, weight: Tensor, scales: Tensor | None, routed: Routed, plan: GemvPlan, pdl: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    routed: Routed,
+    plan: GemvPlan,
+    pdl: bool = False,
+    shared: SharedOutput | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [T, outputs].
 
-    x: [T, k, inputs], contiguous; weight: [E, outputs, inputs], as in `gate_up_gemv`. With `pdl` the preceding kernel
-    may write x, but not the experts and their weights.
+    x: [T, k, inputs], contiguous; weight: [E, outputs, inputs], as in `gate_up_gemv`; shared: added to the sum. With
+    `pdl` the preceding kernel may write x, but not the experts, their weights, nor what the shared expert returned.
     """
     tokens, top_k, inputs = x.shape
     outputs = weight.shape[1]
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[2] == inputs
     assert SCALE_BLOCK % plan.rows == 0 == plan.block_k % 16, "the rows of a tile are in one block of scales"
     out = torch.empty(tokens, outputs, device=x.device, dtype=x.dtype)
+    given, block = shared_arguments(shared, x, outputs)
     _down_gemv_kernel[(triton.cdiv(outputs, plan.rows), tokens)](
-        *(x, weight, x if scales is None else scales, routed.ids, routed.weights, out, outputs),
+        *(x, weight, x if scales is None else scales, routed.ids, routed.weights, *given, out, outputs),
         K=inputs,
         TOP_K=top_k,
         BLOCK_TOP=triton.next_power_of_2(top_k),
         ROWS=plan.rows,
         BLOCK_K=plan.block_k,
         SCALES=SCALED[scale_granularity(scales)],
+        SHARED=block,
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),

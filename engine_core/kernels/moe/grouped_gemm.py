@@ -22,8 +22,9 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.eight_bit_weights import cast_weights
 from tandem.engine_core.kernels.linear.gemv import apply_gate
 from tandem.engine_core.kernels.moe.plans import max_blocks
-from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK, SCALED, scale_granularity
+from tandem.engine_core.kernels.moe.shared_expert import gate_weight, shared_arguments
 from tandem.engine_core.kernels.quantize import store_quantized_tile
 from tandem.engine_core.kernels.quantized_activation import (
     ActivationFormat,
@@ -206,16 +207,35 @@ def _grouped_gemm_kernel(
 
 
 @triton.jit
-def _combine_kernel(out_ptr, x_ptr, ids_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine_kernel(
+    out_ptr,
+    x_ptr,
+    ids_ptr,
+    shared_x_ptr,
+    gate_ptr,
+    shared_ptr,
+    width,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sum the pairs of one token, and its shared expert with a block of SHARED inputs if that is not 0."""
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width
     total = tl.zeros([BLOCK], tl.float32)
+    if SHARED > 0:
+        # The shared expert ran before the preceding kernel.
+        share = gate_weight(shared_x_ptr + token * width, gate_ptr, width, SHARED)
+        shared = tl.load(shared_ptr + token * width + offs, mask=mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     routed = tl.load(ids_ptr + token * TOP_K) >= 0
     for rank in tl.static_range(TOP_K):
         source = x_ptr + (token * TOP_K + rank) * width + offs
         total += tl.load(source, mask=mask & routed, other=0.0).to(tl.float32)
+    if SHARED > 0:
+        total += share * shared
     tl.store(out_ptr + token * width + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -270,17 +290,20 @@ def grouped_down(
     return out
 
 
-def combine(x: Tensor, routed: Routed, pdl: bool = False) -> Tensor:
+def combine(x: Tensor, routed: Routed, pdl: bool = False, shared: SharedOutput | None = None) -> Tensor:
     """Return the sum of each token's pairs in the order of its experts, [T, width]; zeros for padding.
 
-    x: [T * k, width], contiguous; summed in float32.
+    x: [T * k, width], contiguous; summed in float32; shared: added to it, also for padding. With `pdl` the preceding
+    kernel may write x, but not what the shared expert returned.
     """
     (tokens, top_k), width = routed.ids.shape, x.shape[1]
     out = torch.empty(tokens, width, device=x.device, dtype=x.dtype)
+    given, block = shared_arguments(shared, x, width)
     _combine_kernel[(tokens, triton.cdiv(width, COMBINED))](
-        *(out, x, routed.ids, width),
+        *(out, x, routed.ids, *given, width),
         TOP_K=top_k,
         BLOCK=min(COMBINED, triton.next_power_of_2(width)),
+        SHARED=block,
         PDL=pdl,
         num_warps=COMBINE_WARPS,
         **({"launch_pdl": True} if pdl else {}),

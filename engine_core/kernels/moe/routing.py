@@ -24,6 +24,18 @@ class Routing(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SharedOutput:
+    """Output of the expert that all tokens use, to be weighted by sigmoid(gate(x)), one number for each token."""
+
+    output: Tensor
+    """[T, hidden]."""
+    x: Tensor
+    """[T, hidden], inputs of all experts."""
+    gate: Tensor
+    """[1, hidden], weight of the gate, in x's dtype or float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Routed:
     """The experts of each token of a step.
 

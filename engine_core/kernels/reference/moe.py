@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.moe.routing import Routed, Routing
+from tandem.engine_core.kernels.moe.routing import Routed, Routing, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation
 
@@ -166,13 +166,15 @@ def apply_experts(
     return total.to(x.dtype)
 
 
-def add_shared_expert(x: Tensor, gate: Tensor, shared: Tensor, routed: Tensor) -> Tensor:
-    """Return routed + sigmoid(gate(x)) * shared, [T, inputs], computed in float32.
+def with_shared_expert(routed: Tensor, shared: SharedOutput | None) -> Tensor:
+    """Return routed + sigmoid(gate(x)) * output, [T, inputs], computed in float32; routed itself without the expert.
 
-    x, shared, routed: [T, inputs]; gate: [1, inputs].
+    routed: weighted sum of the other experts, [T, inputs].
     """
-    logit = (x.float() * gate.float()).sum(-1, keepdim=True)
-    return (routed.float() + logit.sigmoid() * shared.float()).to(routed.dtype)
+    if shared is None:
+        return routed
+    logit = (shared.x.float() * shared.gate.float()).sum(-1, keepdim=True)
+    return (routed.float() + logit.sigmoid() * shared.output.float()).to(routed.dtype)
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.moe.routing import Routing
+from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS
+from tandem.engine_core.kernels.moe.routing import Routing, SharedOutput
+from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.layers.moe import MixtureOfExperts, RoutingSwitch
@@ -109,3 +111,22 @@ def test_the_cuda_path_equals_plain_torch(name: str, gpu: GpuTraits, tokens: int
     assert torch.equal(other[1].cpu(), one[1])
     if rows is not None:
         assert other[0].cpu()[rows == 0].eq(0).all()
+
+
+@pytest.mark.parametrize("tokens", [2, 6])
+@pytest.mark.parametrize("scheme", [None, Int4Scheme("gptq", GROUP, symmetric=True)], ids=["16 bits", "int4"])
+def test_experts_add_the_output_of_the_shared_one(scheme: Int4Scheme | None, tokens: int, device: str) -> None:
+    torch.manual_seed(tokens)
+    context = triton_build_context(
+        torch.device(device), torch.float32, A100, None if scheme is None else Quantization(scheme)
+    )
+    experts = context.experts("experts", EXPERTS, HIDDEN, WIDTH, Activation.SILU, PROJECTIONS)
+    for slot in experts.slots("", PROJECTIONS):
+        target = slot.target
+        target.random_(0, 9) if target.dtype in (torch.int32, torch.uint8) else target.normal_(0, 0.1)
+    x, output = (torch.randn(tokens, HIDDEN, device=device) for _ in range(2))
+    routed = moe.route(torch.randn(tokens, EXPERTS, device=device), TOP_K, Routing.TOP_K_SOFTMAX)
+    routed = routed if tokens <= GEMV_TOKENS else moe.sort_pairs(routed, EXPERTS)
+    shared = SharedOutput(output, x, torch.randn(1, HIDDEN, device=device) / HIDDEN**0.5)
+    expected = moe.with_shared_expert(experts.run(x, routed), shared)
+    torch.testing.assert_close(experts.run(x, routed, shared), expected, atol=1e-4, rtol=1e-4)
