@@ -63,10 +63,11 @@ class Experts:
             slots += self._part_slots(f"{own}{gate}", self.parts, self.gate_up_scales, 2 * expert)
             slots += self._part_slots(f"{own}{up}", self.parts, self.gate_up_scales, 2 * expert + 1)
             slots += self._part_slots(f"{own}{down}", self.down, self.down_scales, expert)
-        if self.scheme is None or self.scheme.from_floats:
-            for expert in range(len(self.down)):
-                slots += self._fused_slots(f"{prefix}experts.gate_up_proj", self.parts, self.gate_up_scales, expert)
-                slots += self._fused_slots(f"{prefix}experts.down_proj", self.down, self.down_scales, expert)
+        for name, values, scales in (
+            (f"{prefix}experts.gate_up_proj", self.parts, self.gate_up_scales),
+            (f"{prefix}experts.down_proj", self.down, self.down_scales),
+        ):
+            slots += self._fused_slots(name, values, scales)
         return slots
 
     def _part_slots(self, name: str, values: Tensor, scales: Tensor | None, index: int) -> list[WeightSlot]:
@@ -95,26 +96,27 @@ class Experts:
             slots.append(WeightSlot(scale, scales, 0, index, 1, transform=transform, shapes=accepted, view=view))
         return slots
 
-    def _fused_slots(self, name: str, values: Tensor, scales: Tensor | None, expert: int) -> list[WeightSlot]:
-        """List the slots of one expert's part of a tensor of all experts."""
+    def _fused_slots(self, name: str, values: Tensor, scales: Tensor | None) -> list[WeightSlot]:
+        """List the slots of one projection of all experts: one, or one for each expert that is quantized while read."""
         experts = len(self.down)
         parts, rows, inputs = len(values) // experts, values.shape[1], values.shape[2]
-        source = SourceSlice((experts, parts * rows, inputs), 0, expert, 1)
-        region = (values, 0, expert * parts, parts)
-        if scales is None:
-            return [WeightSlot(name, *region, source=source, view=(1, parts * rows, inputs))]
-        flat = (parts * rows, inputs)
-        check = _row_scales(name)
-        return [
-            WeightSlot(name, *region, source=source, transform=lambda read: quantize_weight(read[0]), view=flat),
-            WeightSlot(
-                name,
-                *(scales, 0, expert * parts, parts),
-                source=source,
-                transform=lambda read: check(read[0]),
-                view=flat[:1],
-            ),
-        ]
+        shape = (experts, parts * rows, inputs)
+        if self.scheme is None or scales is None:
+            return [WeightSlot(name, values, 0, 0, len(values), view=shape)]
+        if not self.scheme.from_floats:
+            return []
+        check, slots = _row_scales(name), []
+        for expert in range(experts):
+            source = SourceSlice(shape, 0, expert, 1)
+            for parameter, transform, view in ((values, quantize_weight, shape[1:]), (scales, check, shape[1:2])):
+                region = (parameter, 0, expert * parts, parts, source)
+                slots.append(WeightSlot(name, *region, transform=partial(_of_one, transform), view=view))
+        return slots
+
+
+def _of_one(transform: Callable[[Tensor], Tensor], read: Tensor) -> Tensor:
+    """Transform the matrix of one expert. read: [1, outputs, inputs]."""
+    return transform(read[0])
 
 
 def _row_scales(name: str) -> Callable[[Tensor], Tensor]:
