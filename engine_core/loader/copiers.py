@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from tandem.engine_core.loader.filling import Job
+from tandem.engine_core.loader.filling import Job, Span
 from tandem.engine_core.loader.source_file import BufferAddressError, memory_of
 
 BLOCK_ROWS = 64
@@ -21,7 +21,7 @@ STAGING_BUFFERS = 2
 
 
 class Copier(Protocol):
-    """Copies pieces of files to one device."""
+    """Copies spans of files to one device."""
 
     def __enter__(self) -> Self:
         """Allocate buffers and streams."""
@@ -30,14 +30,14 @@ class Copier(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def copy(self, job: Job) -> Iterator[Job]:
-        """Read a piece and start to copy it.
+    def copy(self, span: Span) -> Iterator[Span]:
+        """Read a span and start to copy it.
 
-        Yield the pieces, of this call or earlier ones, that have been copied.
+        Yield the spans, of this call or earlier ones, that have been copied.
         """
 
-    def finish(self) -> Iterator[Job]:
-        """Wait for all copies, and yield the pieces that `move` has not."""
+    def finish(self) -> Iterator[Span]:
+        """Wait for all copies, and yield the spans that `copy` has not."""
 
 
 class HostCopier:
@@ -49,7 +49,7 @@ class HostCopier:
     def __init__(self, nbytes: int) -> None:
         """Set up a copier.
 
-        nbytes: size of the largest piece.
+        nbytes: size of the largest span.
         """
         self._nbytes = nbytes
         self._buffer: Tensor | None = None
@@ -62,19 +62,21 @@ class HostCopier:
     ) -> None:
         self._buffer = None
 
-    def copy(self, job: Job) -> Iterator[Job]:
+    def copy(self, span: Span) -> Iterator[Span]:
         """Implement `Copier.copy`."""
-        target = job.target()
-        if target.device.type == "cpu" and job.is_plain(target):
-            job.read(memory_of(target))
-        else:
-            if self._buffer is None:
-                self._buffer = torch.empty(self._nbytes, dtype=torch.uint8)
-            job.read(memory_of(self._buffer)[: job.nbytes])
-            _copy(job.view(self._buffer), target)
-        yield job
+        for job in span.jobs:
+            target = job.target()
+            if target.device.type == "cpu" and job.is_plain(target):
+                job.read(memory_of(target))
+            else:
+                if self._buffer is None:
+                    self._buffer = torch.empty(self._nbytes, dtype=torch.uint8)
+                buffer = self._buffer[: job.nbytes]
+                job.read(memory_of(buffer))
+                _copy(job.view(buffer), target)
+        yield span
 
-    def finish(self) -> Iterator[Job]:
+    def finish(self) -> Iterator[Span]:
         """Implement `Copier.finish`."""
         yield from ()
 
@@ -82,20 +84,20 @@ class HostCopier:
 class HostToDeviceCopier:
     """Implement `Copier` for parameters on a GPU.
 
-    Pieces are read into pinned buffers, copied on the copier's own stream, and cast there if needed.
+    Spans are read into pinned buffers, copied on the copier's own stream, and cast there if needed.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Set up a copier.
 
-        nbytes: size of the largest piece.
+        nbytes: size of the largest span.
         """
         self._nbytes = nbytes
         self._device = device
         self._stack = ExitStack()
         self._buffers: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
-        self._moving: list[Job | None] = [None] * STAGING_BUFFERS
+        self._moving: list[Span | None] = [None] * STAGING_BUFFERS
         self._turn = 0
         self._cast: Tensor | None = None
         """Buffer on the GPU for pieces that are cast or rearranged there."""
@@ -121,45 +123,52 @@ class HostToDeviceCopier:
         self._cast = self._unpinned = None
         self._stack.close()
 
-    def copy(self, job: Job) -> Iterator[Job]:
+    def copy(self, span: Span) -> Iterator[Span]:
         """Implement `Copier.copy`."""
         turn = self._turn
         self._turn = (turn + 1) % STAGING_BUFFERS
         yield from self._await(turn)
-        buffer, target = self._buffers[turn], job.target()
-        self._read(job, buffer)
-        if job.is_plain(target):
-            target.copy_(job.view(buffer), non_blocking=True)
-        else:
-            # A host-to-device copy that casts would cast on the host, into unpinned memory.
-            if self._cast is None:
-                self._cast = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-            self._cast[: job.nbytes].copy_(buffer[: job.nbytes], non_blocking=True)
-            target.copy_(job.view(self._cast))
+        buffer = self._buffers[turn]
+        self._read(span, buffer)
+        for job in span.jobs:
+            start = job.start - span.start
+            self._start(job, buffer[start : start + job.nbytes])
         self._events[turn].record()
-        self._moving[turn] = job
+        self._moving[turn] = span
 
-    def finish(self) -> Iterator[Job]:
+    def finish(self) -> Iterator[Span]:
         """Implement `Copier.finish`."""
         for turn in range(STAGING_BUFFERS):
             yield from self._await(turn)
 
-    def _read(self, job: Job, buffer: Tensor) -> None:
+    def _start(self, job: Job, read: Tensor) -> None:
+        target = job.target()
+        if job.is_plain(target):
+            target.copy_(job.view(read), non_blocking=True)
+        else:
+            # A host-to-device copy that casts would cast on the host, into unpinned memory.
+            if self._cast is None:
+                self._cast = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            cast = self._cast[: job.nbytes]
+            cast.copy_(read, non_blocking=True)
+            target.copy_(job.view(cast))
+
+    def _read(self, span: Span, buffer: Tensor) -> None:
         if self._unpinned is None:
             try:
-                job.read(memory_of(buffer)[: job.nbytes])
+                span.read(memory_of(buffer)[: span.nbytes])
                 return
             except BufferAddressError:
                 self._unpinned = torch.empty(self._nbytes, dtype=torch.uint8)
-        job.read(memory_of(self._unpinned)[: job.nbytes])
-        buffer[: job.nbytes].copy_(self._unpinned[: job.nbytes])
+        span.read(memory_of(self._unpinned)[: span.nbytes])
+        buffer[: span.nbytes].copy_(self._unpinned[: span.nbytes])
 
-    def _await(self, turn: int) -> Iterator[Job]:
-        job = self._moving[turn]
-        if job is not None:
+    def _await(self, turn: int) -> Iterator[Span]:
+        span = self._moving[turn]
+        if span is not None:
             self._events[turn].synchronize()
             self._moving[turn] = None
-            yield job
+            yield span
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -1,5 +1,6 @@
-"""Filling one slot with pieces that several threads read."""
+"""Filling slots with pieces that several threads read."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
@@ -28,7 +29,7 @@ class Filling:
         self.dtype = TORCH_DTYPES[stored.dtype]
         self._lock = Lock()
         self._left = 0
-        self._part: Tensor | None = None if slot.transform else slot.target
+        self._part: Tensor | None = None
 
     def jobs(self, nbytes: int) -> "list[Job]":
         """Cut the filling into pieces of at most `nbytes` bytes.
@@ -38,12 +39,18 @@ class Filling:
         slot = self.slot
         if slot.transform is None:
             slot.check(self._part_shape())
-        jobs = [Job(self, piece) for piece in cut(self.stored.shape, slot.source, nbytes // self.dtype.itemsize)]
+        size, start = self.dtype.itemsize, self.stored.start
+        jobs = [
+            Job(self, piece, start + piece.start * size, prod(piece.shape) * size)
+            for piece in cut(self.stored.shape, slot.source, nbytes // size)
+        ]
         self._left = len(jobs)
         return jobs
 
     def part(self) -> Tensor:
         """Return the tensor that receives the pieces."""
+        if self.slot.transform is None:
+            return self.slot.target
         with self._lock:
             if self._part is None:
                 self._part = torch.empty(self._part_shape(), dtype=self.dtype, device=self.slot.target.device)
@@ -54,10 +61,12 @@ class Filling:
 
         Raises ConfigError if the transform does not yield the shape of the slot's region.
         """
+        if self.slot.transform is None:
+            return
         with self._lock:
             self._left -= 1
             left = self._left
-        if left == 0 and self.slot.transform is not None:
+        if left == 0:
             self.slot.fill(self.part())
             if self.slot.target.is_cuda:
                 # The allocator may give the tensor's memory to another thread's stream.
@@ -77,21 +86,15 @@ class Job:
 
     filling: Filling
     piece: Piece
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes to read."""
-        return prod(self.piece.shape) * self.filling.dtype.itemsize
-
-    @property
-    def location(self) -> tuple[str, int]:
-        """Path of the file, and offset of the piece in bytes."""
-        stored = self.filling.stored
-        return str(stored.path), stored.start + self.piece.start * self.filling.dtype.itemsize
+    start: int
+    """Offset of the first byte in the file."""
+    nbytes: int
+    """Number of bytes to read."""
 
     def target(self) -> Tensor:
         """Return the view that the piece fills."""
-        return self.filling.part()[self.piece.index]
+        part = self.filling.part()
+        return part if self.piece.is_whole else part[self.piece.index]
 
     def is_plain(self, target: Tensor) -> bool:
         """Return True if the file has the target's bytes in the target's order."""
@@ -102,9 +105,43 @@ class Job:
 
         Raises ConfigError if the file cannot be read.
         """
-        self.filling.file.read_into(buffer, self.location[1])
+        self.filling.file.read_into(buffer, self.start)
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return a view of a buffer of bytes, in the shape of the target."""
-        read = buffer[: self.nbytes].view(self.filling.dtype).view(self.piece.shape)
-        return read[self.piece.window]
+        """Return a view of the bytes that were read, in the shape of the target."""
+        read = buffer.view(self.filling.dtype).view(self.piece.shape)
+        return read if self.piece.is_whole else read[self.piece.window]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Adjacent pieces of a file, which are read at once. Experts have thousands of small tensors."""
+
+    jobs: list[Job]
+    start: int
+    """Offset of the first byte in the file."""
+    nbytes: int
+
+    def read(self, buffer: memoryview) -> None:
+        """Fill a buffer of `nbytes` bytes, as `Job.read` does."""
+        self.jobs[0].filling.file.read_into(buffer, self.start)
+
+
+def spans(jobs: Iterable[Job], nbytes: int) -> Iterator[Span]:
+    """Yield the jobs of each file in its order, grouped to spans of at most `nbytes` bytes.
+
+    Each job begins at a multiple of its element's size within the span, as views of the bytes need.
+    """
+    group: list[Job] = []
+    start = end = 0
+    file: SourceFile | None = None
+    for job in sorted(jobs, key=lambda job: (str(job.filling.file.path), job.start)):
+        fits = job.start == end and job.start + job.nbytes - start <= nbytes
+        if not fits or job.filling.file is not file or (job.start - start) % job.filling.dtype.itemsize:
+            if group:
+                yield Span(group, start, end - start)
+            group, start, file = [], job.start, job.filling.file
+        group.append(job)
+        end = job.start + job.nbytes
+    if group:
+        yield Span(group, start, end - start)

@@ -25,6 +25,8 @@ class Piece:
     """The elements that belong to the part, as an index of the piece."""
     index: Index
     """Index of the piece in the part."""
+    is_whole: bool = False
+    """True if it is all of the tensor."""
 
 
 def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterator[Piece]:
@@ -37,7 +39,7 @@ def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterat
     """
     if not shape or (source is None and 0 < prod(shape) <= most):
         whole = (slice(None),) * len(shape)
-        yield Piece(0, shape, whole, whole)
+        yield Piece(0, shape, whole, whole, is_whole=True)
         return
     bounds = [(0, length) for length in shape]
     if source is not None:

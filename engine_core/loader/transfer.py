@@ -11,13 +11,13 @@ import torch
 
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.copiers import Copier, HostCopier, HostToDeviceCopier
-from tandem.engine_core.loader.filling import Filling, Job
+from tandem.engine_core.loader.filling import Filling, Job, Span, spans
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.source_file import SourceFile
 
 PIECE_BYTES = 2**24
-"""Largest piece. For a GPU, each thread holds two in pinned memory; for a CPU one, unless it can read directly into
-the parameter."""
+"""Largest piece, and largest span of small tensors. For a GPU, each thread holds two in pinned memory; for a CPU one,
+unless it can read directly into the parameter."""
 MAX_THREADS = 16
 """Maximum number of reading threads: the copies to an H200 keep up with 16 of them, and pinned memory stays at 512
 MiB."""
@@ -37,7 +37,7 @@ def transfer(
 
     Raises ConfigError if a file cannot be read or a slot's part does not fit its region; then some slots are filled.
     """
-    devices = {slot.target.device for slot in slots}
+    devices = {slot.parameter.device for slot in slots}
     assert len(devices) <= 1, f"the parameters of a model are on one device, not {devices}"
     for device in devices:
         with ExitStack() as stack:
@@ -46,27 +46,27 @@ def transfer(
             for slot in slots:
                 stored = checkpoint.tensors[slot.name]
                 jobs += Filling(slot, stored, files[stored.path]).jobs(PIECE_BYTES)
-            jobs.sort(key=lambda job: job.location)
-            count = min(threads or _thread_count(), len(jobs))
-            largest = max((job.nbytes for job in jobs), default=0)
-            with _single_threaded_torch():
-                _Transfer(jobs, progress).run([_copier(device, largest) for _ in range(count)])
+            found = list(spans(jobs, PIECE_BYTES))
+            count = min(threads or _thread_count(), len(found))
+            largest = max((span.nbytes for span in found), default=0)
+            with single_threaded_torch():
+                _Transfer(found, progress).run([_copier(device, largest) for _ in range(count)])
         if device.type == "cuda":
             _release_pinned()
 
 
 class _Transfer:
-    """Jobs that threads take in the order of the files."""
+    """Spans that threads take in the order of the files."""
 
-    def __init__(self, jobs: list[Job], progress: Progress | None) -> None:
-        self._jobs = deque(jobs)
+    def __init__(self, spans: list[Span], progress: Progress | None) -> None:
+        self._spans = deque(spans)
         self._progress = progress
         self._lock = Lock()
-        self._done, self._total = 0, sum(job.nbytes for job in jobs)
+        self._done, self._total = 0, sum(span.nbytes for span in spans)
         self._error: BaseException | None = None
 
     def run(self, copiers: list[Copier]) -> None:
-        """Do all jobs, with a thread for each copier.
+        """Do all spans, with a thread for each copier.
 
         Raises the first error of any of them.
         """
@@ -77,7 +77,7 @@ class _Transfer:
             for copier in copiers[:1]:
                 self._work(copier)
         finally:
-            self._jobs.clear()
+            self._spans.clear()
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
@@ -87,26 +87,27 @@ class _Transfer:
     def _work(self, copier: Copier) -> None:
         try:
             with torch.inference_mode(), copier:
-                while job := self._take():
-                    for copied in copier.copy(job):
+                while span := self._take():
+                    for copied in copier.copy(span):
                         self._end(copied)
                 for copied in copier.finish():
                     self._end(copied)
         except BaseException as error:
             with self._lock:
                 self._error = self._error or error
-            self._jobs.clear()
+            self._spans.clear()
 
-    def _take(self) -> Job | None:
+    def _take(self) -> Span | None:
         try:
-            return self._jobs.popleft()
+            return self._spans.popleft()
         except IndexError:
             return None
 
-    def _end(self, job: Job) -> None:
-        job.filling.end_piece()
+    def _end(self, span: Span) -> None:
+        for job in span.jobs:
+            job.filling.end_piece()
         with self._lock:
-            self._done += job.nbytes
+            self._done += span.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
@@ -120,7 +121,7 @@ def _thread_count() -> int:
 
 
 @contextmanager
-def _single_threaded_torch() -> Iterator[None]:
+def single_threaded_torch() -> Iterator[None]:
     """Let each thread that starts in this context do its own arithmetic.
 
     By default torch would start a pool of threads for each of them.

@@ -38,6 +38,18 @@ def test_tensors_equal_those_of_a_copy_on_the_host(
             assert torch.equal(parameter, expected[name].cuda().to(dtype)), name
 
 
+def test_small_tensors_of_several_dtypes_in_one_span_are_copied_or_cast(tmp_path: Path) -> None:
+    tensors = random_tensors(5) | {f"e{number}": torch.full((7, 5), float(number)) for number in range(500)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    same = {name: torch.full_like(tensor, 7, device="cuda") for name, tensor in tensors.items()}
+    cast = {name: torch.full_like(tensor, 7, device="cuda", dtype=torch.float16) for name, tensor in tensors.items()}
+    slots = [WeightSlot.whole(name, parameter) for filled in (same, cast) for name, parameter in filled.items()]
+    transfer(slots, Checkpoint.open(tmp_path), threads=2)
+    for name, tensor in tensors.items():
+        assert torch.equal(same[name].cpu(), tensor), name
+        assert torch.equal(cast[name], tensor.cuda().half()), name
+
+
 def test_slices_and_transforms_are_filled_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 4096)
     whole = torch.randn(600, 500)

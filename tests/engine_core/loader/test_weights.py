@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.loader import transfer as transfers
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
 from tandem.engine_core.models.registry import Model, build_model, read_config
@@ -77,7 +78,8 @@ def test_fused_projections_load_to_the_same_model(bias: bool, tmp_path: Path) ->
     close(logits(load(tmp_path)), expected)
 
 
-def test_progress_rises_to_all_bytes(tmp_path: Path) -> None:
+def test_progress_rises_to_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 2**13)
     save_random(tmp_path, {}, max_shard_size="60KB")
     seen: list[int] = []
     totals: set[int] = set()
