@@ -2,9 +2,9 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,6 +13,7 @@ import torch
 from tandem.engine_core.contracts import LoadResult
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.lora_linear import LoraSlots
+from tandem.engine_core.loader.transfer import single_threaded_torch
 from tandem.engine_core.lora.adapter_files import HostAdapter, read_adapter
 from tandem.engine_core.lora.adapter_folder import Stamp, file_stamp
 
@@ -53,7 +54,10 @@ class ThreadedLoader:
         self.max_cached = max_cached
         self.wake = wake
         self.copies = copies
-        self._thread = ThreadPoolExecutor(1, "adapters")
+        # Matrices are too small for more threads, which would wait for cores that the loop or a model on the host uses.
+        with single_threaded_torch():
+            self._thread = ThreadPoolExecutor(1, "adapters")
+            self._thread.submit(torch.get_num_threads).result()
         self._results: SimpleQueue[LoadResult] = SimpleQueue()
         self._cached: OrderedDict[int, HostAdapter] = OrderedDict()
         """Adapters in host memory by version, the least recently used first; used on the thread only."""
@@ -97,25 +101,34 @@ class ThreadedLoader:
 
     def _read(self, version: int, path: str, root: str) -> int:
         below = Path(root) if root else None
-        found = read_adapter(Path(path), self.slots, self.copies is not None, below)
+        with self._context():
+            found = read_adapter(Path(path), self.slots, self.copies is not None, below)
         self._stamps[version] = found.stamp
         self._keep(version, found)
         return found.rank
 
     def _place(self, version: int, path: str, slot: int) -> int:
         found = self._cached.get(version)
-        if found is None:
-            stamp = self._stamps[version]
-            if file_stamp(Path(path)) == stamp:
-                found = read_adapter(Path(path), self.slots, self.copies is not None)
-            if found is None or found.stamp != stamp:
-                raise ConfigError(f"the files in {path} have changed since they were loaded; load the adapter again")
-        self._keep(version, found)
-        with self.copies.stream() if self.copies is not None else nullcontext(), torch.inference_mode():
+        with self._context():
+            if found is None:
+                stamp = self._stamps[version]
+                if file_stamp(Path(path)) == stamp:
+                    found = read_adapter(Path(path), self.slots, self.copies is not None)
+                if found is None or found.stamp != stamp:
+                    raise ConfigError(
+                        f"the files in {path} have changed since they were loaded; load the adapter again"
+                    )
+            self._keep(version, found)
             self.slots.fill(slot, found.updates)
         if self.copies is not None:
             self.copies.wait()
         return found.rank
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Let torch copy in the stream of its own: in that of the steps, a copy would wait for those in flight."""
+        with self.copies.stream() if self.copies is not None else nullcontext(), torch.inference_mode():
+            yield
 
     def _keep(self, version: int, found: HostAdapter) -> None:
         self._cached[version] = found

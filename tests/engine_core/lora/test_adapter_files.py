@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tandem.engine_core.layers.torch_linear import TorchLinear
 from tandem.engine_core.lora.adapter_files import HostAdapter, read_adapter
 from tests.support.lora_folder import ALL, PREFIX, write_adapter
 
+CPU = torch.device("cpu")
 HIDDEN, KV, WIDTH, LAYERS = 8, 4, 12, 2
 MODULES = {
     f"model.layers.{layer}.{name}": shape
@@ -318,3 +320,71 @@ def test_weights_in_16_bits_are_read_in_the_models_dtype(slots: LoraSlots, tmp_p
 
     adapter = read_adapter(changed(written(tmp_path), halve), slots)
     assert {update.a.dtype for update in adapter.updates.values()} == {torch.float32}
+
+
+@pytest.fixture
+def _uninitialized_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # With `fill_uninitialized_memory`, its default.
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_uninitialized_memory_is_nan")
+def test_parts_without_an_update_and_rows_above_a_rank_are_zeros(slots: LoraSlots, tmp_path: Path) -> None:
+    folder = written(tmp_path, ("q_proj", "v_proj", "down_proj"), rank_pattern={"v_proj": 2})
+
+    def cut(tensors: dict[str, Tensor]) -> None:
+        for layer in range(LAYERS):
+            name = f"{PREFIX}model.layers.{layer}.self_attn.v_proj"
+            tensors[f"{name}.lora_A.weight"] = tensors[f"{name}.lora_A.weight"][:2].clone()
+            tensors[f"{name}.lora_B.weight"] = tensors[f"{name}.lora_B.weight"][:, :2].clone()
+
+    update = read_adapter(changed(folder, cut), slots).updates["model.layers.0.self_attn.qkv_proj"]
+    rank = update.b.shape[0]
+    assert update.ranks.tolist() == [rank, 0, 2]
+    assert not update.a[1].any() and not update.a[2, 2:].any()
+    assert not update.b[:, HIDDEN : HIDDEN + KV].any() and not update.b[2:, HIDDEN + KV :].any()
+    assert update.a[0].all() and update.b[:, :HIDDEN].all() and update.b[:2, HIDDEN + KV :].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("matrix", ["A", "B"])
+def test_one_value_that_is_not_finite_is_found(
+    matrix: str, value: float, dtype: torch.dtype, slots: LoraSlots, tmp_path: Path
+) -> None:
+    name = f"{PREFIX}model.layers.1.self_attn.v_proj.lora_{matrix}.weight"
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for key in tensors:
+            tensors[key] = tensors[key].to(dtype)
+        tensors[name][1, 2] = value
+
+    with pytest.raises(ConfigError, match=rf"lora_{matrix} of model\.layers\.1\.self_attn\.v_proj "):
+        read_adapter(changed(written(tmp_path), change), slots)
+
+
+def test_values_that_are_infinite_once_they_are_scaled_are_refused(slots: LoraSlots, tmp_path: Path) -> None:
+    folder = written(tmp_path, lora_alpha=1e30)
+    with pytest.raises(ConfigError, match=r"q_proj is not finite in torch\.float32"):
+        read_adapter(changed(folder, lambda tensors: [tensor.fill_(1e20) for tensor in tensors.values()]), slots)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_update_is_rounded_once(stored: torch.dtype, tmp_path: Path) -> None:
+    kernels = torch_kernels()
+    slots = LoraSlots(1, 8, kernels.group_tokens)
+    base = TorchLinear(torch.empty(HIDDEN, HIDDEN), None, kernels)
+    slots.wrap("model.layers.0.self_attn.o_proj", base, HIDDEN, {"o_proj": HIDDEN}, CPU, torch.bfloat16, kernels)
+    name = "model.layers.0.self_attn.o_proj"
+    folder = written(tmp_path, ("o_proj",), modules={name: MODULES[name]}, lora_alpha=0.3)
+
+    def convert(tensors: dict[str, Tensor]) -> None:
+        for key in tensors:
+            tensors[key] = tensors[key].to(stored)
+
+    (update,) = read_adapter(changed(folder, convert), slots).updates.values()
+    tensors = load_file(folder / "adapter_model.safetensors")
+    b = tensors[f"{PREFIX}{name}.lora_B.weight"]
+    assert torch.equal(update.b, (b.float() * (0.3 / b.shape[1])).t().bfloat16())
+    assert torch.equal(update.a[0], tensors[f"{PREFIX}{name}.lora_A.weight"].bfloat16())

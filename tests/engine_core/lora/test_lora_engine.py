@@ -8,6 +8,8 @@ import torch
 from msgspec import structs
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.layers.lora_linear import LoraSlots
 from tandem.engine_core.lora.adapter_loader import ThreadedLoader
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.device_memory import adapter_bytes
@@ -304,6 +306,18 @@ def test_loads_and_unloads_disturb_no_stream(rounds: int, model: Path) -> None:
     assert isinstance(loader, ThreadedLoader)
     loader.wait()
     assert len(loader._cached) == len(loader._stamps) == 1
+
+
+def test_adapters_are_read_with_one_thread_of_torch(model: Path) -> None:
+    """More of them would take cores from the loop, which keeps all of its own."""
+    before = torch.get_num_threads()
+    found: list[int] = []
+    loader = ThreadedLoader(
+        LoraSlots(1, 4, torch_kernels().group_tokens), 1, lambda: found.append(torch.get_num_threads())
+    )
+    loader.read(1, str(model), "")
+    loader.wait()
+    assert found == [1] and torch.get_num_threads() == before
 
 
 def test_an_engine_without_adapters_refuses_them(model: Path) -> None:
