@@ -97,6 +97,8 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     """Prompt positions for which mixed steps are captured in CUDA graphs, ascending."""
     draft_sizes: tuple[int, ...] = ()
     """Numbers of drafts that a step may verify for each row, ascending; none without speculation."""
+    draft_prompt_tokens: tuple[int, ...] = ()
+    """Prompt positions of a draft model that are captured in CUDA graphs, ascending."""
     max_adapters: int = 0
     """Number of adapters that the device holds at a time; 0: sequences have none."""
     max_mixed_tokens: int = MIXED_GRAPH_TOKENS
@@ -320,6 +322,7 @@ def resolve(
         mixed_graph_rows=() if cpu else graph_sizes.mixed_rows(max_rows),
         graph_tokens=graph_tokens,
         draft_sizes=graph_sizes.draft_sizes(options.speculate, options.speculate_tokens),
+        draft_prompt_tokens=graph_sizes.draft_prompts(step_tokens) if graph_rows and options.draft_model else (),
         max_adapters=options.max_loras if options.enable_lora else 0,
         options=options,
     )

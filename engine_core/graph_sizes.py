@@ -25,6 +25,9 @@ ADAPTED_GRAPH_TOKENS = 512
 """Maximum prompt positions of captured steps with adapters: larger ones take long enough without a graph."""
 DRAFT_SIZES = (1, 2, 3, 5, 7)
 """Numbers of drafts that a step may verify for each row."""
+DRAFT_PROMPT_TOKENS = (16, 64, 128, 256, 512)
+"""Positions of prompts that a draft model computes as a CUDA graph, for up to 64 rows. Without one, the host takes
+longer to launch them than the device to compute a thousand."""
 MAX_VERIFY_POSITIONS = 512
 """Maximum number of positions of a step that verifies drafts: with more it takes clearly longer than one without."""
 
@@ -40,6 +43,11 @@ def draft_sizes(speculate: str, tokens: SpeculateTokens) -> tuple[int, ...]:
         return DRAFT_SIZES
     largest = next(size for size in DRAFT_SIZES if size >= tokens)
     return tuple([size for size in DRAFT_SIZES if size <= largest])
+
+
+def draft_prompts(step_tokens: int) -> tuple[int, ...]:
+    """Choose the prompt positions of graphs of a draft model. step_tokens: maximum positions of a step."""
+    return tuple([tokens for tokens in DRAFT_PROMPT_TOKENS if tokens <= step_tokens])
 
 
 def decode_rows(asked: str | None, max_rows: int) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """CUDA graphs of steps, their output buffers, and graph recorders."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.engine_core.attention.base import GraphPromptPlanner
+from tandem.engine_core.attention.base import GraphPromptPlanner, Span
 from tandem.engine_core.sampling.sampler import Mode
 
 
@@ -114,6 +114,31 @@ class DraftGraphs:
         for number in range(num_drafts):
             (self.following if number else self.first).replay()
             sampling.replay()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPromptGraph:
+    """Graph of a draft model's pass over known tokens, and its inputs, which all such graphs share."""
+
+    forward: Graph
+    rows: Tensor
+    """[T] int32, row of each token."""
+    positions: Tensor
+    """[T] int32, position of each token."""
+    prompts: GraphPromptPlanner
+
+    def replay(self, spans: Sequence[Span], rows: Tensor, positions: Tensor) -> None:
+        """Enqueue the pass.
+
+        spans: of at most T tokens, which are those of `rows` and `positions`, int32.
+        """
+        self.prompts.plan(spans)
+        count = len(rows)
+        for own, given in ((self.rows, rows), (self.positions, positions)):
+            own[:count].copy_(given)
+            own[count:].zero_()
+        self.prompts.gather_pages()
+        self.forward.replay()
 
 
 @dataclass(frozen=True, slots=True)

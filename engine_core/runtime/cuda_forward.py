@@ -136,6 +136,19 @@ class CudaForward:
         )
         return drafter.logits(self.model.forward(batch, self.kv), samples.logits)
 
+    @torch.inference_mode()
+    def draft_prompt(
+        self, drafter: ModelDrafter, rows: Tensor, positions: Tensor, prompts: PromptStep, attended: Tensor
+    ) -> Tensor:
+        """Compute keys and values of known tokens, and return the final hidden states, [T, hidden].
+
+        The model of this pass is the draft model. Arguments are as for `mixed`, without decode rows.
+        """
+        input_ids, slot_mapping = self._inputs(rows, positions)
+        attention = MixedStep(self._decode_step(rows[:0], positions[:0]), prompts, attended)
+        given = drafter.known_ids(input_ids), positions, slot_mapping.unbind(), None, attention, None, rows
+        return self.model.forward(ForwardBatch(*given), self.kv)
+
     def max_short_len(self, rows: int) -> int:
         """Return the largest number of positions of a row that needs no spare programs.
 

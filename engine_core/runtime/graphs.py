@@ -23,6 +23,7 @@ from tandem.engine_core.runtime.captured import (
     NO_GROWTH,
     DecodeGraphs,
     DraftGraphs,
+    DraftPromptGraph,
     Graph,
     GraphRecorder,
     Growth,
@@ -43,6 +44,9 @@ VerifyForward = Callable[[Tensor, int, SampleBuffers], Tensor]
 """Step that verifies drafts: (rows [B] int32, drafts of a row, buffers of B * (1 + drafts) samples) -> logits."""
 DraftForward = Callable[[Tensor, SampleBuffers, bool], Tensor]
 """Pass of a draft model: (rows [B] int32, buffers of B samples, True before the first draft of a step) -> logits."""
+DraftPromptForward = Callable[[Tensor, Tensor, PromptStep, Tensor], Tensor]
+"""Pass of a draft model over known tokens: (rows [T] int32, positions [T] int32, attention, attended [T, heads,
+head_dim]) -> hidden [T, hidden]."""
 DRAFT_MODES = (Mode.GREEDY, Mode.UNTRUNCATED, Mode.FULL)
 """Modes of sampling drafts: a row with a mask has none."""
 Accept = Callable[[Tensor, int, Tensor], None]
@@ -83,13 +87,15 @@ class StepGraphs:
         verify: list[dict[tuple[int, int], VerifyGraphs]] | None = None,
         verify_growth: Growth = NO_GROWTH,
         adapted: GraphSizes = NO_SIZES,
+        draft_prompts: list[dict[int, DraftPromptGraph]] | None = None,
     ) -> None:
         """Keep captured steps and the sizes of their buckets.
 
         rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured for each token count
         of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket; updates: per
         slot, of the tables before a step of any size; verify: steps that verify drafts, per slot by rows and drafts;
-        verify_growth: what capturing these took; adapted: sizes that are captured with adapters as well.
+        verify_growth: what capturing these took; adapted: sizes that are captured with adapters as well; draft_prompts:
+        passes of a draft model over known tokens, per slot by their number.
         """
         self.rows = rows
         self.shapes = shapes
@@ -99,6 +105,7 @@ class StepGraphs:
         self.updates = updates
         self.verify = verify or [{} for _ in decode]
         self.verify_growth = verify_growth
+        self.draft_prompts = draft_prompts or [{} for _ in decode]
         self._faster: Mapping[GraphBucket, GraphBucket] = {}
 
     def prefer(self, faster: Mapping[GraphBucket, GraphBucket]) -> None:
@@ -139,6 +146,12 @@ class StepGraphs:
             return None
         singles = _at_least(wanted.num_decode_tokens, sizes.shapes[tokens])
         return None if singles is None else GraphBucket(singles, tokens)
+
+    def draft_prompt(self, slot: int, spans: int, tokens: int) -> DraftPromptGraph | None:
+        """Return the graph of a draft model's pass over known tokens; None if they are too many for all."""
+        graphs = self.draft_prompts[slot]
+        size = _at_least(tokens, sorted(graphs))
+        return None if size is None or spans > MAX_PROMPTS else graphs[size]
 
     def sample_capacity(self, bucket: GraphBucket) -> int:
         """Return the number of samples that a bucket with prompts has room for, else 0."""
@@ -313,6 +326,33 @@ def capture_drafts(
             graphs = recorder.record(first)[0], recorder.record(following)[0]
             sampled: dict[Mode, Graph] = {mode: recorder.record(sample)[0] for mode, sample in ends.items()}
             captured[rows] = DraftGraphs(*graphs, sampled)
+    return passes
+
+
+def capture_draft_prompts(
+    recorder: GraphRecorder,
+    sizes: Sequence[int],
+    num_slots: int,
+    inputs: Tensor,
+    attended: Tensor,
+    forward: DraftPromptForward,
+    prompts: Callable[[int, int], GraphPromptPlanner],
+) -> list[dict[int, DraftPromptGraph]]:
+    """Capture the passes of a draft model over known tokens of every slot, the largest first.
+
+    sizes: numbers of tokens; inputs: [2, T] int32, zeros, of all graphs; attended: [T, heads, head_dim], zeros, of all
+    graphs; prompts: as for `capture_mixed`.
+    """
+    passes: list[dict[int, DraftPromptGraph]] = [{} for _ in range(num_slots)]
+    for tokens in sorted(sizes, reverse=True):
+        rows, positions = inputs[:, :tokens].unbind()
+        for number, captured in enumerate(passes):
+            planner = prompts(number, tokens)
+            run = partial(forward, rows, positions, planner.step, attended[:tokens])
+            if number == 0:
+                run()
+                recorder.synchronize()
+            captured[tokens] = DraftPromptGraph(recorder.record(run)[0], rows, positions, planner)
     return passes
 
 

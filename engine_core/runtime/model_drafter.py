@@ -25,6 +25,7 @@ from tandem.engine_core.kernels.speculation.reference import DraftState, VerifyT
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import catch_up_tokens
+from tandem.engine_core.runtime.captured import DraftPromptGraph
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.runtime.verify_spans import verify_spans
 from tandem.engine_core.sampling.sampler import Sampler
@@ -131,13 +132,13 @@ class ModelDrafter:
         """Return the tokens of a pass, as in `kernels.speculation.reference.draft_inputs`."""
         given = self.tables.sampling, self.page_tables, self.scratch.state, rows, queries, samples, index, is_first
         tokens = self.kernels.draft_inputs(*given)
-        if self.model.config.vocab_size < self.vocab_size:
-            self._known_ids(tokens.input_ids)
+        self.known_ids(tokens.input_ids)
         return tokens
 
-    def _known_ids(self, ids: Tensor) -> Tensor:
+    def known_ids(self, ids: Tensor) -> Tensor:
         """Replace ids that only the larger model has by the last of the draft model, in place."""
-        return ids.clamp_(max=self.model.config.vocab_size - 1)
+        own = self.model.config.vocab_size
+        return ids.clamp_(max=own - 1) if own < self.vocab_size else ids
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits of hidden states, [S, vocab_size] in the model's dtype.
@@ -164,20 +165,33 @@ class ModelDrafter:
         self.kernels.note_accepted(self.tables.sampling, self.scratch.state, rows, num_drafts, counts)
 
     def compute(
-        self, slot: int, spans: Sequence[Span], rows: Tensor, positions: Tensor, ends: tuple[Tensor, Tensor]
+        self,
+        slot: int,
+        spans: Sequence[Span],
+        rows: Tensor,
+        positions: Tensor,
+        ends: tuple[Tensor, Tensor],
+        graph: DraftPromptGraph | None = None,
     ) -> None:
         """Compute keys and values of known tokens.
 
         spans: of the D tokens; rows, positions: [D] int32; ends: [N] int64 and [N] int32, row of each span and one past
-        its last position: the model has the keys and values of all positions before.
+        its last position: the model has the keys and values of all positions before; graph: one that holds the tokens,
+        None if there is none.
         """
-        token_rows, at = rows.long(), positions.long()
+        if graph is not None:
+            graph.replay(spans, rows, positions)
+        else:
+            self._compute(slot, spans, rows.long(), positions.long())
+        self.scratch.state.lengths.index_copy_(0, *ends)
+
+    def _compute(self, slot: int, spans: Sequence[Span], rows: Tensor, positions: Tensor) -> None:
+        """Compute keys and values without a graph. rows, positions: [D] int64."""
         batch = ForwardBatch(
-            input_ids=self._known_ids(self.tables.tokens[token_rows, at].long()),
-            positions=at,
-            slot_mapping=[table.slots(token_rows, at) for table in self.page_tables],
-            sample_index=token_rows[:1] * 0,
+            input_ids=self.known_ids(self.tables.tokens[rows, positions].long()),
+            positions=positions,
+            slot_mapping=[table.slots(rows, positions) for table in self.page_tables],
+            sample_index=rows[:1] * 0,
             attention=self.planners[slot].plan(spans, self.page_tables),
         )
         self.model.forward(batch, self.kv)
-        self.scratch.state.lengths.index_copy_(0, *ends)

@@ -199,7 +199,8 @@ class TorchRuntime:
             offset += span.length
         rows, positions = field(inputs, packed, "draft_rows"), field(inputs, packed, "draft_positions")
         ends = wide_field(inputs, packed, "draft_end_rows"), field(inputs, packed, "draft_ends")
-        self.speculator.model.compute(slot, spans, rows, positions, ends)
+        graph = None if self.graphs is None else self.graphs.draft_prompt(slot, len(spans), offset)
+        self.speculator.model.compute(slot, spans, rows, positions, ends, graph)
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         s = self.slots[slot]

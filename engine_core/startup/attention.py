@@ -220,8 +220,7 @@ class GraphPlanners:
 
     def __call__(self, slot: int, tokens: int) -> GraphPromptPlanner:
         """Return the planner of a slot for graphs with `tokens` prompt tokens."""
-        from tandem.engine_core.attention.triton import RaggedGraphPlanner, max_graph_tiles
-        from tandem.engine_core.kernels.attention.paged_prefill import choose_splits
+        from tandem.engine_core.attention.triton import max_graph_tiles
 
         rows = min(MAX_PROMPTS, self.config.max_rows)
         if _in_flashinfer(self.eager[slot], tokens):
@@ -233,8 +232,20 @@ class GraphPlanners:
                 return HopperGraphPlanner.build(eager, rows, tokens, self.page_tables)
             entries = _max_page_entries(self.config)
             return FlashInferGraphPlanner.build(eager, rows, tokens, entries, self.page_tables)
+        return self._of_triton(slot, tokens, max_graph_tiles(rows, tokens, self.ragged[slot].queries))
+
+    def of_draft(self, slot: int, tokens: int) -> GraphPromptPlanner:
+        """Return the planner of a slot for graphs of a draft model, whose rows may have a single token."""
+        from tandem.engine_core.attention.triton import max_tiles
+
+        rows = min(MAX_PROMPTS, self.config.max_rows, tokens)
+        return self._of_triton(slot, tokens, max_tiles(rows, tokens, self.ragged[slot].queries))
+
+    def _of_triton(self, slot: int, tokens: int, num_tiles: int) -> GraphPromptPlanner:
+        from tandem.engine_core.attention.triton import RaggedGraphPlanner
+        from tandem.engine_core.kernels.attention.paged_prefill import choose_splits
+
         ragged = self.ragged[slot]
-        num_tiles = max_graph_tiles(rows, tokens, ragged.queries)
         splits = choose_splits(ceil_div(tokens, ragged.queries), self.model.kv_heads, self.gpu.multiprocessors)
         planner = RaggedGraphPlanner.build(ragged, num_tiles, splits, self.page_tables)
         # Capture with padding only: tiles left by an eager step may point beyond the queries of a smaller graph.

@@ -26,6 +26,7 @@ from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import (
     NO_GROWTH,
     CudaGraphRecorder,
+    DraftPromptGraph,
     GraphRecorder,
     Growth,
     MixedBuffers,
@@ -38,13 +39,19 @@ from tandem.engine_core.runtime.graphs import (
     GraphSizes,
     StepGraphs,
     capture_decode,
+    capture_draft_prompts,
     capture_drafts,
     capture_mixed,
     capture_updates,
     capture_verify,
     max_samples,
 )
-from tandem.engine_core.runtime.model_drafter import TORCH_DRAFT_KERNELS, DraftKernels, triton_draft_kernels
+from tandem.engine_core.runtime.model_drafter import (
+    TORCH_DRAFT_KERNELS,
+    DraftKernels,
+    ModelDrafter,
+    triton_draft_kernels,
+)
 from tandem.engine_core.runtime.row_adapters import RowAdapters
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.speculation import TORCH_KERNELS, Speculator, triton_kernels
@@ -330,7 +337,7 @@ class CudaParts:
                 dict.fromkeys(adapted.rows, forward.decode_adapted),
             )
             updates = capture_updates(recorder, slots, forward.update_tables)
-            verify, growth = None, NO_GROWTH
+            verify, growth, draft_prompts = None, NO_GROWTH, None
             if speculator is not None:
                 began, free = time.monotonic(), self.device.free_bytes()
                 passes = None
@@ -340,14 +347,35 @@ class CudaParts:
                     passes = capture_drafts(
                         recorder, config.draft_graph_rows, slots, logits, draft, draw, drafter.write
                     )
+                    draft_prompts = self._draft_prompts(recorder, config, own, drafter, len(slots))
                 given = recorder, config.verify_shapes, slots, logits, forward.verify, launch, speculator.accept
                 with_adapters = dict.fromkeys(config.adapted_verify_shapes, forward.verify_adapted)
                 verify = capture_verify(*given, with_adapters, passes)
                 growth = Growth(time.monotonic() - began, free - self.device.free_bytes())
-        return StepGraphs(rows, shapes, decode, mixed, updates, verify, growth, adapted)
+        return StepGraphs(rows, shapes, decode, mixed, updates, verify, growth, adapted, draft_prompts)
 
     def _zeros(self, config: StepConfig, *shape: int) -> "Tensor":
         return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)
+
+    def _draft_prompts(
+        self,
+        recorder: GraphRecorder,
+        config: StepConfig,
+        forward: "CudaForward",
+        drafter: ModelDrafter,
+        num_slots: int,
+    ) -> list[dict[int, DraftPromptGraph]] | None:
+        if not config.draft_prompt_tokens:
+            return None
+        model, largest = forward.model.config, config.draft_prompt_tokens[-1]
+        # A trial captures more slots than the engine has.
+        eager = [drafter.planners[number % len(drafter.planners)] for number in range(num_slots)]
+        planners = GraphPlanners(self.device, self.gpu, model, config, forward.page_tables, eager)
+        inputs = torch.zeros(2, largest, dtype=torch.int32, device=self.device.torch_device)
+        attended = self._zeros(config, largest, model.heads, model.head_dim)
+        run = partial(forward.draft_prompt, drafter)
+        given = config.draft_prompt_tokens, num_slots, inputs, attended, run, planners.of_draft
+        return capture_draft_prompts(recorder, *given)
 
     def _mixed(
         self,

@@ -65,7 +65,8 @@ def measure_graph_bytes(device: Device, config: StepConfig, further: int, decode
 
 def decode_trial(config: StepConfig) -> StepConfig:
     """Return the settings of a trial of the largest decode graph alone."""
-    return structs.replace(config, graph_rows=config.graph_rows[-1:], graph_tokens=())
+    prompts = config.draft_prompt_tokens[-1:]
+    return structs.replace(config, graph_rows=config.graph_rows[-1:], graph_tokens=(), draft_prompt_tokens=prompts)
 
 
 def mixed_trial(config: StepConfig) -> StepConfig:
@@ -81,6 +82,7 @@ def mixed_trial(config: StepConfig) -> StepConfig:
         graph_rows=config.graph_rows[-1:],
         graph_tokens=tuple(sorted({*beside_rows, *config.graph_tokens[-1:]})),
         mixed_graph_rows=tuple(sorted({*rows[:1], *rows[-1:]})),
+        draft_prompt_tokens=config.draft_prompt_tokens[-1:],
     )
 
 
@@ -95,6 +97,7 @@ def _num_decode_graphs(config: StepConfig) -> int:
     """Return the number of forward passes of a slot that are captured without prompts."""
     plain = len(config.graph_rows) + len(config.verify_shapes)
     plain += 2 * len(config.draft_graph_rows)  # The first pass of a draft model, and the others.
+    plain += len(config.draft_prompt_tokens)
     return plain + len(config.adapted_graph_rows) + len(config.adapted_verify_shapes)
 
 

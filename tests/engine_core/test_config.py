@@ -173,6 +173,7 @@ def test_numbers_of_drafts_are_padded_to_those_that_are_captured(tokens: Any, si
     assert config.draft_sizes == sizes and config.max_lead == 2 * sizes[-1]
     assert all(rows * (1 + drafts) <= 512 for rows, drafts in config.verify_shapes)
     assert decide("cuda").verify_shapes == () and decide("cuda").max_lead == 0
+    assert config.draft_prompt_tokens == (), "n-gram drafts have no prompts"
     captured = [drafts for _, drafts in decide("cuda", speculate="ngram", max_rows=256).verify_shapes]
     assert [captured.count(drafts) for drafts in (1, 2, 3, 5, 7)] == [17, 14, 13, 10, 9]
     assert decide("cuda", speculate="ngram", max_len=64).max_prediction == 64

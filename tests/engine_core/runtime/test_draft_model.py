@@ -1,11 +1,18 @@
 """Engines that verify the drafts of a model, on the paths of a CPU and of a GPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from msgspec import structs
 
+from tandem.engine_core import graph_sizes
+from tandem.engine_core.attention.base import Span
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS
+from tandem.engine_core.runtime.model_drafter import ModelDrafter
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.runtime.test_recorded_graphs import MODEL
 from tests.engine_core.runtime.test_speculation import KINDS, build, generate
@@ -56,6 +63,40 @@ def test_a_cache_hit_of_pages_that_the_draft_model_lacks_is_made_up_for(folder: 
     drafted, accepted = acceptance_of(driven)
     assert drafted == accepted > 10 and driven.engine.scheduler.memory.num_hit_tokens > 0
     assert sum(tree.has_drafts) == len(prompt) // 8, "pages of the prompt, which were computed once"
+
+
+@pytest.mark.parametrize("largest", [16, 32])
+def test_known_tokens_run_as_graphs_up_to_the_largest(largest: int, folder: Path) -> None:
+    """Rows of one token and of several, chunks and positions that decode steps left out; larger ones run without."""
+    params = SamplingParams(24, temperature=0.0, ignore_eos=True)
+    prompts, sizes = [[5], [6, 10], [*range(3, 30)], [7, 8, 9]], list[tuple[bool, int]]()
+    compute = ModelDrafter.compute
+
+    def noted(model: ModelDrafter, slot: int, spans: Sequence[Span], *given: Any) -> None:
+        sizes.append((given[-1] is not None, sum(span.length for span in spans)))
+        compute(model, slot, spans, *given)
+
+    with KINDS["graphs"].kernels(), patch.object(graph_sizes, "DRAFT_PROMPT_TOKENS", (8, largest)):
+        plain = build(folder, KINDS["graphs"]).generate(prompts, [params] * 4)
+        driven = build(folder, KINDS["graphs"], speculate=f"model:{folder}", speculate_tokens=3)
+        policy, calls = driven.engine.scheduler.planner.drafts, iter(range(1000))
+        choose = policy.choose
+        policy.choose = lambda *given: choose(*given) if next(calls) % 12 > 9 else 0  # type: ignore[method-assign]
+        with patch.object(ModelDrafter, "compute", noted):
+            assert driven.generate(prompts, [params] * 4) == plain
+    drafted, accepted = acceptance_of(driven)
+    assert drafted == accepted > 10
+    assert len(sizes) > 2 and all(is_graph == (tokens <= largest) for is_graph, tokens in sizes)
+    graphs = runtime_of(driven).graphs
+    assert graphs is not None and [sorted(of_slot) for of_slot in graphs.draft_prompts] == [[8, largest]] * 2
+
+
+def test_a_graph_holds_the_tokens_of_a_limited_number_of_rows(folder: Path) -> None:
+    with KINDS["graphs"].kernels():
+        graphs = runtime_of(build(folder, KINDS["graphs"], speculate=f"model:{folder}")).graphs
+    assert graphs is not None
+    assert graphs.draft_prompt(0, MAX_PROMPTS, 16) is graphs.draft_prompt(0, 1, 1) is graphs.draft_prompts[0][16]
+    assert graphs.draft_prompt(0, 1, 17) is graphs.draft_prompt(1, MAX_PROMPTS + 1, 16) is None
 
 
 def test_phases_without_drafts_are_made_up_for(folder: Path) -> None:

@@ -52,7 +52,8 @@ class Captures:
         held: list[Held | HeldGraph] = [device.take(SHARED)]
         if shapes:
             held += [device.take(BUFFERS), device.take(PROMPT * len(self.sizes.graph_tokens))]
-        held += [device.take_graph(GRAPH) for _ in range(slots * len(self.sizes.graph_rows))]
+        forward = len(self.sizes.graph_rows) + len(self.sizes.draft_prompt_tokens)
+        held += [device.take_graph(GRAPH) for _ in range(slots * forward)]
         return held + [device.take_graph(MIXED) for _ in range(slots * shapes)]
 
 
@@ -74,6 +75,12 @@ def test_bytes_of_all_decode_graphs_are_estimated_from_the_largest(graph_rows: t
     assert found == with_margin(SHARED + depth * len(graph_rows) * GRAPH)
     assert device.held_bytes() == 0, "nothing of the trial is left but code"
     assert device.graphs == KERNELS
+
+
+def test_prompts_of_a_draft_model_are_estimated_from_the_largest() -> None:
+    sizes = structs.replace(config((1, 16)), draft_prompt_tokens=(16, 64, 128))
+    assert decode_trial(sizes).draft_prompt_tokens == mixed_trial(sizes).draft_prompt_tokens == (128,)
+    assert estimate(CountedDevice(), sizes) == with_margin(SHARED + 2 * (2 + 3) * GRAPH)
 
 
 def test_nothing_is_captured_without_graph_rows() -> None:
