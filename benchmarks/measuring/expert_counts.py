@@ -29,9 +29,9 @@ def counting_experts(model: Any) -> Iterator[ExpertCounts]:
 
     def counted(route: Any) -> Any:
         def norm_and_route(*given: Any) -> Any:
-            normed, total, routed = route(*given)
+            normed, total, routed, quantized = route(*given)
             counts.found.append(int((routed.ids.unique() >= 0).sum()))
-            return normed, total, routed
+            return normed, total, routed, quantized
 
         return norm_and_route
 

@@ -40,8 +40,8 @@ class KernelSet:
     ]
     quantized_gate: Callable[[Tensor, Activation, ActivationFormat], QuantizedActivation]
     norm_and_route: Callable[
-        [Tensor, Tensor, Tensor, float, Tensor, int, Routing, Tensor, Tensor | None, int],
-        tuple[Tensor, Tensor, Routed],
+        [Tensor, Tensor, Tensor, float, Tensor, int, Routing, Tensor, Tensor | None, int, ActivationFormat | None],
+        tuple[Tensor, Tensor, Routed, QuantizedActivation | None],
     ]
     find_pieces: Callable[[TokenRows], Pieces | None]
     short_conv: Callable[[Tensor, Tensor, DeltaRuleShape, DeltaRuleState, TokenRows, Any], Tensor]

@@ -39,6 +39,7 @@ def normalize(x, weight, eps, hidden: tl.constexpr, dtype: tl.constexpr):
 def _rms_norm_kernel(
     normed_ptr,
     total_ptr,
+    values_ptr,
     x_ptr,
     residual_ptr,
     x_weight_ptr,
@@ -53,11 +54,13 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     NORM_X: tl.constexpr,
+    STORE: tl.constexpr,
     QUANT: tl.constexpr,
     GROUP: tl.constexpr,
     ORDERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Normalize one row. STORE: write the norm in x's dtype; QUANT: write it quantized, as values with scales."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < hidden
@@ -80,8 +83,8 @@ def _rms_norm_kernel(
         normed = tl.gather(normed, order, 0)
     if QUANT:
         result = tl.where(mask, normed.to(tl.float32), 0.0)
-        store_quantized(normed_ptr, scales_ptr, row, 0, result, hidden, scale_stride, GROUP, BLOCK)
-    else:
+        store_quantized(values_ptr, scales_ptr, row, 0, result, hidden, scale_stride, GROUP, BLOCK)
+    if STORE:
         tl.store(normed_ptr + row * hidden + offs, normed, mask=mask)
 
 
@@ -148,8 +151,18 @@ def quantized_norm(
     """
     rows = empty_quantized_activation(x.shape[0], x.shape[1], x.dtype, to, x.device)
     total = None if residual is None else _empty_like(x)
-    _launch(rows.values, total, x, residual, x_weight, weight, eps, pdl, rows.scales, group_of(to))
+    _launch(None, total, x, residual, x_weight, weight, eps, pdl, rows, group_of(to))
     return rows, x if total is None else total
+
+
+def add_rms_norm_and_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, to: ActivationFormat, pdl: bool = False
+) -> tuple[Tensor, Tensor, QuantizedActivation]:
+    """Return `add_rms_norm`, and the norm quantized as well."""
+    normed, total = _empty_like(x), _empty_like(x)
+    rows = empty_quantized_activation(x.shape[0], x.shape[1], x.dtype, to, x.device)
+    _launch(normed, total, x, residual, None, weight, eps, pdl, rows, group_of(to))
+    return normed, total, rows
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -157,7 +170,7 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _launch(
-    normed: Tensor,
+    normed: Tensor | None,
     total: Tensor | None,
     x: Tensor,
     residual: Tensor | None,
@@ -165,13 +178,14 @@ def _launch(
     weight: Tensor,
     eps: float,
     pdl: bool,
-    scales: Tensor | None = None,
+    rows: QuantizedActivation | None = None,
     group: int = 0,
     order: Tensor | None = None,
 ) -> None:
     """Check the kernel's preconditions and launch it.
 
-    x and weight are passed for tensors that a variant does not use. scales, group: of the quantization, see `quantize`.
+    x and weight are passed for tensors that a variant does not use. normed, rows: written if given; group: of the
+    quantization, see `quantize`.
     """
     tokens, hidden = x.shape
     stream = x if residual is None else residual
@@ -185,23 +199,25 @@ def _launch(
         return
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
-        normed,
+        x if normed is None else normed,
         x if total is None else total,
+        x if rows is None else rows.values,
         x,
         stream,
         weight if x_weight is None else x_weight,
         weight,
-        weight if scales is None else scales,
+        weight if rows is None else rows.scales,
         weight if order is None else order,
         x.stride(0),
         stream.stride(0),
-        normed.shape[0],
+        tokens if rows is None else len(rows.values),
         eps,
         hidden,
         BLOCK=block,
         ADD=residual is not None,
         NORM_X=x_weight is not None,
-        QUANT=scales is not None,
+        STORE=normed is not None,
+        QUANT=rows is not None,
         GROUP=group,
         ORDERED=order is not None,
         PDL=pdl,

@@ -38,6 +38,10 @@ class ActivationFormat:
         """Largest finite value of the dtype."""
         return INT8_MAX if self.dtype == torch.int8 else FP8_MAX
 
+    def equals(self, other: "ActivationFormat") -> bool:
+        """Return whether another format gives the same values. Static scales are the same if they share memory."""
+        return (self.dtype, self.group) == (other.dtype, other.group) and self.scale is other.scale
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedActivation:

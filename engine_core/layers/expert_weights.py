@@ -5,16 +5,27 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.loader.slots import WeightSlot
 
 
 class ExpertWeights(Protocol):
     """The experts of one layer: gated feed-forward networks. Each token uses a few of them."""
 
-    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
+    def input_format(self, tokens: int) -> ActivationFormat | None:
+        """Return the format in which `run` multiplies x of a number of tokens, None for x's dtype."""
+
+    def run(
+        self,
+        x: Tensor,
+        routed: Routed,
+        shared: SharedOutput | None = None,
+        quantized: QuantizedActivation | None = None,
+    ) -> Tensor:
         """Return the weighted sum of each token's experts, [T, hidden]; zeros for padding.
 
-        x: [T, hidden], contiguous; shared: of the expert that all tokens use, added to the sum, None if there is none.
+        x: [T, hidden], contiguous; shared: of the expert that all tokens use, added to the sum, None if there is none;
+        quantized: x in `input_format`, None if that is None.
         """
 
     def slots(self, prefix: str, projections: tuple[str, str, str]) -> list[WeightSlot]:

@@ -11,6 +11,7 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.expert_weights import ExpertWeights
@@ -50,7 +51,17 @@ class Experts:
         self.scheme = scheme
         self.activation = activation
 
-    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
+    def input_format(self, tokens: int) -> ActivationFormat | None:
+        """Implement `ExpertWeights.input_format`."""
+        return None
+
+    def run(
+        self,
+        x: Tensor,
+        routed: Routed,
+        shared: SharedOutput | None = None,
+        quantized: QuantizedActivation | None = None,
+    ) -> Tensor:
         """Implement `ExpertWeights.run`."""
         given = (x, self.gate_up, self.down, routed, self.activation, self.gate_up_scales, self.down_scales)
         return moe.with_shared_expert(moe.run_experts(*given), shared)

@@ -10,6 +10,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.quantized.int4_slots import int4_slots
 from tandem.engine_core.loader.slots import WeightSlot
@@ -36,7 +37,17 @@ class Int4Experts:
         self.scheme = scheme
         self.activation = activation
 
-    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
+    def input_format(self, tokens: int) -> ActivationFormat | None:
+        """Implement `ExpertWeights.input_format`."""
+        return None
+
+    def run(
+        self,
+        x: Tensor,
+        routed: Routed,
+        shared: SharedOutput | None = None,
+        quantized: QuantizedActivation | None = None,
+    ) -> Tensor:
         """Implement `ExpertWeights.run`."""
 
         def weights_of(expert: int) -> tuple[Tensor, Tensor]:

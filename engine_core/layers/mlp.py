@@ -7,6 +7,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
+from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.loader.slots import WeightSlot
@@ -66,13 +67,17 @@ class GatedMLP:
         quantized, residual = gate_up.apply_normed_quantized(update, residual, norm, self.activation, to)
         return down.apply_quantized(quantized), residual
 
-    def apply(self, x: Tensor, adapters: AdapterTokens | None) -> Tensor:
-        """Return the network of x, both [T, hidden]: without a norm before it."""
+    def apply(self, x: Tensor, adapters: AdapterTokens | None, quantized: QuantizedActivation | None = None) -> Tensor:
+        """Return the network of x, both [T, hidden]: without a norm before it.
+
+        quantized: x in the input format of the first projection, if it is known; without adapters.
+        """
         gate_up, down = self.gate_up.adapted(adapters), self.down.adapted(adapters)
         to = down.input_format(x.shape[0])
         if to is None:
             return down.apply(gate_up.apply_gated(x, self.activation))
-        return down.apply_quantized(self.kernels.quantized_gate(gate_up.apply(x), self.activation, to))
+        both = gate_up.apply(x) if quantized is None else gate_up.apply_quantized(quantized)
+        return down.apply_quantized(self.kernels.quantized_gate(both, self.activation, to))
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

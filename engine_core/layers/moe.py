@@ -112,9 +112,10 @@ class MixtureOfExperts:
         """
         assert norm.update_weight is None, "the norm before a router is a plain RMSNorm"
         given = update, residual, norm.weight, norm.eps, self.router, self.top_k, self.routing
-        normed, stream, routed = self.kernels.norm_and_route(*given, self.switch.flag, rows, self.seed)
-        shared = None if self.shared is None else self.shared.run(normed, adapters)
-        return self.experts.run(normed, routed, shared), stream
+        to = self.experts.input_format(len(update))
+        normed, stream, routed, quantized = self.kernels.norm_and_route(*given, self.switch.flag, rows, self.seed, to)
+        shared = None if self.shared is None else self.shared.run(normed, adapters, quantized, to)
+        return self.experts.run(normed, routed, shared, quantized), stream
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.moe.routing import SharedOutput
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.loader.slots import WeightSlot
@@ -31,9 +32,20 @@ class SharedExpert:
         gate = torch.empty(1, config.hidden_size, device=context.device, dtype=dtype)
         return cls(GatedMLP.build(config, f"{prefix}shared_expert.", context, width), gate)
 
-    def run(self, x: Tensor, adapters: AdapterTokens | None) -> SharedOutput:
-        """Return the expert's output. x: inputs of all experts, [T, hidden]."""
-        return SharedOutput(self.network.apply(x, adapters), x, self.gate)
+    def run(
+        self,
+        x: Tensor,
+        adapters: AdapterTokens | None,
+        quantized: QuantizedActivation | None = None,
+        to: ActivationFormat | None = None,
+    ) -> SharedOutput:
+        """Return the expert's output.
+
+        x: inputs of all experts, [T, hidden]; quantized: x in the format `to`, which is used if it is this expert's.
+        """
+        own = self.network.gate_up.input_format(len(x))
+        fits = own is not None and to is not None and own.equals(to) and adapters is None
+        return SharedOutput(self.network.apply(x, adapters, quantized if fits else None), x, self.gate)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors. prefix: as in `build`."""

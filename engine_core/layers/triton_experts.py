@@ -15,7 +15,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
-from tandem.engine_core.kernels.moe.plans import choose_expert_plan
+from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
 from tandem.engine_core.kernels.quantize import quantize
@@ -62,7 +62,17 @@ class TritonExperts(Experts):
             return None
         return ActivationFormat(torch.float8_e4m3fn, SCALE_BLOCK if self.scheme.block is not None else None)
 
-    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
+    def input_format(self, tokens: int) -> ActivationFormat | None:
+        """Implement `ExpertWeights.input_format`."""
+        return None if tokens <= GEMV_TOKENS else self._format
+
+    def run(
+        self,
+        x: Tensor,
+        routed: Routed,
+        shared: SharedOutput | None = None,
+        quantized: QuantizedActivation | None = None,
+    ) -> Tensor:
         """Implement `Experts.run`."""
         (gate_up, down), pdl = self._stored, self.gpu.pdl
         if routed.pairs is None:
@@ -71,9 +81,10 @@ class TritonExperts(Experts):
             gated = gate_up_gemv(x, gate_up, self.gate_up_scales, routed, self.activation, first, pdl)
             return down_gemv(gated, down, self.down_scales, routed, last, pdl, shared)
         to = self._format
+        assert (to is None) == (quantized is None), "x is quantized in the format of the experts"
         grouped, plan = self._plan("gate_up", x, routed, to), self._plan("down", x, routed, to)
         assert isinstance(grouped, GroupedPlan) and isinstance(plan, GroupedPlan)
-        rows = x if to is None else quantize(x, to, pdl)
+        rows = x if quantized is None else quantized
         fused = to if to is not None and to.group is not None else None
         hidden = grouped_gate_up(rows, gate_up, self.gate_up_scales, routed, self.activation, grouped, fused, pdl)
         if to is not None and not isinstance(hidden, QuantizedActivation):

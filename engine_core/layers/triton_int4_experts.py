@@ -13,6 +13,7 @@ from tandem.engine_core.kernels.moe.int4_grouped_gemm import int4_grouped_gemm
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.plans import choose_expert_plan
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
+from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE, GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
 from tandem.engine_core.layers.int4_experts import Int4Experts
@@ -44,7 +45,13 @@ class TritonInt4Experts(Int4Experts):
                     f"GPU, only groups of a multiple of {INT4_STRIDE}"
                 )
 
-    def run(self, x: Tensor, routed: Routed, shared: SharedOutput | None = None) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        routed: Routed,
+        shared: SharedOutput | None = None,
+        quantized: QuantizedActivation | None = None,
+    ) -> Tensor:
         """Implement `ExpertWeights.run`."""
         first, last, pdl = self._plan("gate_up", x, routed), self._plan("down", x, routed), self.gpu.pdl
         if isinstance(first, GemvPlan) and isinstance(last, GemvPlan):

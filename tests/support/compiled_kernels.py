@@ -92,7 +92,13 @@ class Compiler:
     def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         several = {splitk_gemm_kernel.__name__, quantized_gemv_kernel.__name__, "_paged_decode_kernel"}
         several |= {"_grouped_gemm_kernel"}
-        variant = kernel.__name__, options.get("ORDERED"), options.get("TOKENS"), bool(options.get("SHARED"))
+        variant = (
+            kernel.__name__,
+            options.get("ORDERED"),
+            options.get("TOKENS"),
+            bool(options.get("SHARED")),
+            options.get("QUANT"),
+        )
         if self.once and kernel.__name__ not in several and variant in self.seen:
             return
         self.seen.add(variant)

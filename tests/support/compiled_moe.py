@@ -69,6 +69,9 @@ def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
     for weight in weights:
         if tokens <= GEMV_TOKENS:
             yield lambda weight=weight: normed_router(x, x, half(HIDDEN), 1e-6, weight, gpu.pdl)
+        elif gpu.capability >= FP8_CAPABILITY:
+            quantizing = (x, x, half(HIDDEN), 1e-6, weight, gpu.pdl, ActivationFormat(FP8, 128))
+            yield lambda given=quantizing: normed_router(*given)
         plan = choose_router(tokens, HIDDEN, 8 * weight.itemsize)
         yield lambda weight=weight, plan=plan: router_partials(x, weight, plan, gpu.pdl)
     rows = torch.empty(tokens, dtype=torch.int32)

@@ -19,7 +19,13 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import normed_input
 from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, NORMED_TOKENS, choose_router
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
-from tandem.engine_core.kernels.norm import add_rms_norm
+from tandem.engine_core.kernels.norm import add_rms_norm, add_rms_norm_and_quantize
+from tandem.engine_core.kernels.quantize import group_of, store_quantized
+from tandem.engine_core.kernels.quantized_activation import (
+    ActivationFormat,
+    QuantizedActivation,
+    empty_quantized_activation,
+)
 from tandem.engine_core.kernels.tiles.plan_types import RouterPlan
 
 MAX_NORMED_INPUTS = 8192
@@ -72,7 +78,7 @@ def _router_kernel(
     tl.store(partials_ptr + offs, sums, mask=(tokens < T)[None, :] & (experts < E)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _normed_router_kernel(
     x_ptr,
     residual_ptr,
@@ -82,17 +88,23 @@ def _normed_router_kernel(
     normed_ptr,
     logits_ptr,
     counts_ptr,
+    values_ptr,
+    scales_ptr,
+    scale_stride,
     eps,
     E,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_COUNTS: tl.constexpr,
+    QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add and normalize one token, and multiply it by some rows of the router's weight.
 
-    x, residual: [T, K]; total, normed: likewise, written; weight: [E, K]; logits: [T, E] float32.
+    x, residual: [T, K]; total, normed: likewise, written; weight: [E, K]; logits: [T, E] float32. QUANT: write the norm
+    quantized as well, as values with scales.
     """
     token = tl.program_id(1).to(tl.int64)
     experts = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -120,6 +132,9 @@ def _normed_router_kernel(
     )
     if tl.program_id(0) == 0:
         tl.store(normed_ptr + row + offs_k, vector.to(normed_ptr.dtype.element_ty), mask=mask_k)
+    if QUANT:  # noqa: SIM102 - Triton would compile the other side of an `and`.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            store_quantized(values_ptr, scales_ptr, token, 0, vector, K, scale_stride, GROUP, BLOCK_K)
     sums = tl.sum(weights.to(tl.float32) * vector[None, :], 1)
     tl.store(logits_ptr + token * E + experts, sums, mask=experts < E)
 
@@ -238,13 +253,20 @@ def router_partials(x: Tensor, weight: Tensor, plan: RouterPlan, pdl: bool = Fal
 
 
 def normed_router(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, pdl: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    pdl: bool = False,
+    to: ActivationFormat | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, QuantizedActivation | None]:
     """Add and normalize a few tokens, and multiply them by a router's weight, in one launch.
 
     x, residual: [T, inputs], contiguous; norm_weight: [inputs]; weight: as in `router_partials`. Returns the normalized
-    sum, the sum, the logits as one partial sum, [1, T, E] float32, and cleared counts, [E] int32. Oracles:
-    `reference.layer.add_rms_norm`, `reference.moe.router_logits`.
+    sum, the sum, the logits as one partial sum, [1, T, E] float32, cleared counts, [E] int32, and the normalized sum in
+    the format `to`, None without one. Oracles: `reference.layer.add_rms_norm`, `reference.moe.router_logits`,
+    `reference.quantized_activation.quantize`.
     """
     (tokens, inputs), experts = x.shape, weight.shape[0]
     assert x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
@@ -252,18 +274,22 @@ def normed_router(
     total, normed = torch.empty_like(x), torch.empty_like(x)
     logits = torch.empty(1, tokens, experts, device=x.device)
     counts = torch.empty(experts, device=x.device, dtype=torch.int32)
+    quantized = None if to is None else empty_quantized_activation(tokens, inputs, x.dtype, to, x.device)
+    target = (x, x) if quantized is None else (quantized.values, quantized.scales)
     rows = 1 if tokens * experts <= 512 else 4
     _normed_router_kernel[(triton.cdiv(experts, rows), tokens)](
-        *(x, residual, norm_weight, weight, total, normed, logits, counts, eps, experts),
+        *(x, residual, norm_weight, weight, total, normed, logits, counts, *target, len(target[0]), eps, experts),
         K=inputs,
         ROWS=rows,
         BLOCK_K=triton.next_power_of_2(inputs),
         BLOCK_COUNTS=triton.next_power_of_2(experts),
+        QUANT=to is not None,
+        GROUP=0 if to is None else group_of(to),
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return normed, total, logits, counts
+    return normed, total, logits, counts, quantized
 
 
 def norm_and_route(
@@ -277,8 +303,9 @@ def norm_and_route(
     uniform: Tensor,
     rows: Tensor | None,
     seed: int,
+    to: ActivationFormat | None = None,
     pdl: bool = False,
-) -> tuple[Tensor, Tensor, Routed]:
+) -> tuple[Tensor, Tensor, Routed, QuantizedActivation | None]:
     """Add x to the residual stream, normalize it, and choose the experts of each token.
 
     The pairs are sorted by expert if there are more than `GEMV_TOKENS` tokens. Arguments and results: see the oracle,
@@ -286,11 +313,17 @@ def norm_and_route(
     """
     tokens, inputs = x.shape
     if tokens <= NORMED_TOKENS and inputs <= MAX_NORMED_INPUTS and x.is_contiguous() and residual.is_contiguous():
-        normed, total, partials, counts = normed_router(x, residual, norm_weight, eps, weight, pdl)
+        given = normed_router(x, residual, norm_weight, eps, weight, pdl, to)
+        normed, total, partials, counts, quantized = given
     else:
-        normed, total = add_rms_norm(x, residual, norm_weight, eps, None, pdl)
+        quantized = None
+        if to is None:
+            normed, total = add_rms_norm(x, residual, norm_weight, eps, None, pdl)
+        else:
+            normed, total, quantized = add_rms_norm_and_quantize(x, residual, norm_weight, eps, to, pdl)
         partials, counts = router_partials(normed, weight, choose_router(tokens, inputs, 8 * weight.itemsize), pdl)
-    return normed, total, route(partials, counts, top_k, routing, uniform, rows, seed, tokens > GEMV_TOKENS, pdl)
+    routed = route(partials, counts, top_k, routing, uniform, rows, seed, tokens > GEMV_TOKENS, pdl)
+    return normed, total, routed, quantized
 
 
 def route(

@@ -9,7 +9,9 @@ from torch.nn import functional
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.moe.routing import Routed, Routing, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation
+from tandem.engine_core.kernels.reference.quantized_activation import quantize
 
 MIN_ROWS = 4
 """Minimum number of rows of a matmul. The rounding of a row of a small float32 matmul on a CPU does not depend on the
@@ -76,18 +78,20 @@ def norm_and_route(
     uniform: Tensor,
     rows: Tensor | None,
     seed: int,
-) -> tuple[Tensor, Tensor, Routed]:
+    to: ActivationFormat | None = None,
+) -> tuple[Tensor, Tensor, Routed, QuantizedActivation | None]:
     """Add x to the residual stream, normalize it, and choose the experts of each token.
 
-    Returns the normalized sum, the sum, and the routing. x, residual: [T, inputs]; norm_weight: [inputs], see
-    `layer.add_rms_norm`; weight: of the router, [E, inputs]; uniform: [1] int32, not 0 for the routing of
-    `uniform_logits` with `seed`, for padding, too; rows: as in `route`.
+    Returns the normalized sum, the sum, the routing, and the normalized sum in the format `to`, if given. x, residual:
+    [T, inputs]; norm_weight: [inputs], see `layer.add_rms_norm`; weight: of the router, [E, inputs]; uniform: [1]
+    int32, not 0 for the routing of `uniform_logits` with `seed`, for padding, too; rows: as in `route`.
     """
     normed, total = add_rms_norm(x, residual, norm_weight, eps)
+    quantized = None if to is None else quantize(normed, to)
     if int(uniform):
         logits = uniform_logits(x.shape[0], weight.shape[0], seed, x.device)
-        return normed, total, route(logits, top_k, routing)
-    return normed, total, route(router_logits(normed, weight), top_k, routing, rows)
+        return normed, total, route(logits, top_k, routing), quantized
+    return normed, total, route(router_logits(normed, weight), top_k, routing, rows), quantized
 
 
 def sort_pairs(routed: Routed, experts: int) -> Routed:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.moe.plans import choose_router
-from tandem.engine_core.kernels.moe.route import normed_router, route, router_partials
+from tandem.engine_core.kernels.moe.plans import NORMED_TOKENS, choose_router
+from tandem.engine_core.kernels.moe.route import norm_and_route, normed_router, route, router_partials
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.kernels.reference.layer import add_rms_norm
 from tandem.engine_core.kernels.tiles.plan_types import RouterPlan
@@ -118,7 +119,7 @@ def test_a_router_in_float32_is_not_rounded_to_the_dtype_of_its_inputs(tokens: i
     partials, _ = router_partials(normed, weight, RouterPlan(16, 16, 16, 2, 2, 4))
     torch.testing.assert_close(partials.sum(0), expected, atol=1e-4, rtol=1e-4)
     # The interpreter rounds a norm in bfloat16 differently.
-    own, _, logits, _ = normed_router(x, residual, norm, 1e-5, weight)
+    own, _, logits, *_ = normed_router(x, residual, norm, 1e-5, weight)
     torch.testing.assert_close(logits[0], moe.router_logits(own, weight), atol=1e-4, rtol=1e-4)
 
 
@@ -137,11 +138,30 @@ def test_normed_router_equals_norm_and_matmul(tokens: int, device: str) -> None:
     torch.manual_seed(4)
     x, residual = torch.randn(tokens, 40, device=device), torch.randn(tokens, 40, device=device)
     norm, weight = torch.randn(40, device=device), torch.randn(10, 40, device=device)
-    normed, total, logits, counts = normed_router(x, residual, norm, 1e-5, weight)
+    normed, total, logits, counts, _ = normed_router(x, residual, norm, 1e-5, weight)
     expected, stream = add_rms_norm(x, residual, norm, 1e-5)
     assert torch.equal(total, stream) and not counts.any()
     torch.testing.assert_close(normed, expected)
     torch.testing.assert_close(logits[0], moe.router_logits(expected, weight), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize(("tokens", "inputs", "experts"), [(6, 384, 10), (6, 256, 3), (NORMED_TOKENS + 1, 384, 10)])
+def test_the_norm_is_quantized_as_well(tokens: int, inputs: int, experts: int, group: int | None, device: str) -> None:
+    """By the router's kernel for a few tokens, one of whose programs may be its only one, and else by the norm's."""
+    torch.manual_seed(6)
+    x, residual = torch.randn(tokens, inputs, device=device), torch.randn(tokens, inputs, device=device)
+    norm, weight = torch.rand(inputs, device=device) + 0.5, torch.randn(experts, inputs, device=device)
+    to, switch = ActivationFormat(torch.float8_e4m3fn, group), torch.zeros(1, dtype=torch.int32, device=device)
+    given = (x, residual, norm, 1e-5, weight, 2, Routing.SOFTMAX, switch, None, 0, to)
+    normed, total, routed, rows = norm_and_route(*given)
+    expected, stream, other, expected_rows = moe.norm_and_route(*given)
+    assert rows is not None and expected_rows is not None
+    torch.testing.assert_close(normed, expected)
+    assert torch.equal(total, stream) and torch.equal(routed.ids, other.ids)
+    torch.testing.assert_close(rows.scales[:tokens], expected_rows.scales[:tokens])
+    torch.testing.assert_close(rows.dequantize(), expected_rows.dequantize(), atol=0.02, rtol=0.1)
+    assert norm_and_route(*given[:-1])[3] is None
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 513])

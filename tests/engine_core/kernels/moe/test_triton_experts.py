@@ -10,11 +10,14 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS
 from tandem.engine_core.kernels.moe.routing import Routing, SharedOutput
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
+from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.moe import MixtureOfExperts, RoutingSwitch
 from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.shared_expert import SharedExpert
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 from tests.fakes.gpus import A100, L4
@@ -130,3 +133,27 @@ def test_experts_add_the_output_of_the_shared_one(scheme: Int4Scheme | None, tok
     shared = SharedOutput(output, x, torch.randn(1, HIDDEN, device=device) / HIDDEN**0.5)
     expected = moe.with_shared_expert(experts.run(x, routed), shared)
     torch.testing.assert_close(experts.run(x, routed, shared), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_the_shared_expert_reads_inputs_that_the_router_has_quantized(tokens: int, device: str) -> None:
+    torch.manual_seed(tokens)
+    scheme = SCHEMES["blocks"]
+    assert scheme is not None
+    context = triton_build_context(torch.device(device), torch.float32, L4, Quantization(scheme))
+    gate_up, down = (
+        context.linear(f"{name}_proj", 2 * WIDTH // size, WIDTH) for name, size in (("gate_up", 1), ("down", 2))
+    )
+    for linear in (gate_up, down):
+        for slot in linear.slots("", "proj"):
+            slot.target.copy_((torch.randn(slot.target.shape, device=device) / 20).abs().to(slot.target.dtype))
+            if slot.on_filled is not None:
+                slot.on_filled()
+    network = GatedMLP(gate_up, down, WIDTH, Activation.SILU, context.kernels)
+    expert = SharedExpert(network, torch.randn(1, HIDDEN, device=device))
+    x, to = torch.randn(tokens, HIDDEN, device=device), ActivationFormat(torch.float8_e4m3fn, 128)
+    expected = expert.run(x, None).output
+    zeros = context.kernels.quantize(torch.zeros_like(x), to)
+    assert torch.equal(expert.run(x, None, context.kernels.quantize(x, to), to).output, expected)
+    assert bool(expert.run(x, None, zeros, to).output.eq(0).all()) == (tokens > 1), "a single token has 16 bits"
+    assert torch.equal(expert.run(x, None, zeros, ActivationFormat(torch.float8_e4m3fn)).output, expected)
