@@ -92,7 +92,13 @@ def test_an_engine_gives_the_tokens_that_it_gives_without_drafts() -> None:
     for options in ({}, {"speculate": "ngram", "speculate_tokens": 7}):
         engine = DrivenEngine.build(
             EngineOptions(
-                device="cuda", dtype="float32", max_rows=16, graph_rows="1,8,16", graph_tokens="64,512", **options
+                device="cuda",
+                dtype="float32",
+                max_rows=16,
+                kv_tokens=8192,
+                graph_rows="1,8,16",
+                graph_tokens="64,512",
+                **options,
             )
         )
         ids = [
@@ -120,7 +126,15 @@ def test_committed_tokens_are_what_the_sampler_draws_from_the_logits_of_their_st
     positions = []
     for options in ({}, {"speculate": "ngram", "speculate_tokens": 5}):
         engine = DrivenEngine.build(
-            EngineOptions(device="cuda", dtype="float32", max_rows=4, graph_rows="4", graph_tokens="64", **options)
+            EngineOptions(
+                device="cuda",
+                dtype="float32",
+                max_rows=4,
+                kv_tokens=4096,
+                graph_rows="4",
+                graph_tokens="64",
+                **options,
+            )
         )
         with kept_positions(runtime_of(engine)) as kept:
             tokens = engine.generate(prompts, params)
