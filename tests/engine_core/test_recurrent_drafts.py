@@ -24,7 +24,7 @@ from tests.engine_core.models.test_qwen3_5 import save_random
 from tests.engine_core.models.test_qwen3_5_moe import save_random as save_mixture
 from tests.engine_core.test_recurrent_cache import Asked, Pair, prompt
 from tests.fakes.known_drafter import KnownDrafter
-from tests.fakes.recording_gpu import oracle_attention, oracle_parts
+from tests.fakes.recording_gpu import oracle_attention, oracle_parts, without_trial
 from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.model_folder import write_model
 from tests.support.parity import VOCAB
@@ -81,7 +81,8 @@ def engine(folder: Path, kind: str = "cpu", **fields: Any) -> Iterator[DrivenEng
     """Build an engine, whose operations are the oracles while it is used."""
     usual: dict[str, Any] = {"max_len": 160, "max_rows": 3, "kv_tokens": 1024} | KINDS[kind]
     asked = EngineOptions(model=str(folder), dtype="float32", **(usual | fields))
-    with patch.object(startup_engine.configuration, "resolve_device", lambda *_: asked.device), oracle_attention():
+    cuda = patch.object(startup_engine.configuration, "resolve_device", lambda *_: asked.device)
+    with cuda, oracle_attention(), without_trial():
         yield DrivenEngine.build(asked, PARTS[asked.device])
 
 
@@ -156,17 +157,25 @@ def test_ngrams_give_the_tokens_without_drafts(kind: str, mixture: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def long_answer(folder: Path) -> list[int]:
-    (found,) = answers(folder, [prompt(20)], 2001, max_len=2100, kv_tokens=2304)
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small")
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    save_random(path, layers | {"max_position_embeddings": 2304})
+    return path
+
+
+@pytest.fixture(scope="module")
+def long_answer(small: Path) -> list[int]:
+    (found,) = answers(small, [prompt(20)], 2001, max_len=2100, kv_tokens=2304)
     return found
 
 
 @pytest.mark.parametrize(("guess", "tokens"), [(right, 2001), (wrong, 1001)])
 def test_a_thousand_steps_of_accepted_and_of_rejected_drafts(
-    guess: Guess, tokens: int, folder: Path, long_answer: list[int]
+    guess: Guess, tokens: int, small: Path, long_answer: list[int]
 ) -> None:
     sizes: dict[str, Any] = {"max_len": 2100, "kv_tokens": 2304}
-    with engine(folder, speculate="ngram", speculate_tokens=1, **sizes) as driven:
+    with engine(small, speculate="ngram", speculate_tokens=1, **sizes) as driven:
         know(driven, guess, [[*prompt(20), *long_answer]])
         assert driven.generate([prompt(20)], [greedy(tokens)]) == [long_answer[:tokens]]
     steps = driven.engine.stats.spec_decode_num_drafts

@@ -35,6 +35,7 @@ from tandem.engine_core.sampling.scorer import TokenScorer, TorchScorer
 from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tandem.engine_core.startup.device import CudaParts
+from tandem.engine_core.startup.runtime import RuntimeBuilder
 from tests.fakes.gpus import gpu
 from tests.fakes.ticking_event import TickingEvent
 
@@ -127,6 +128,16 @@ class OracleParts(CudaParts):
 def oracle_parts(_kind: str) -> CudaParts:
     """Return a small GPU of oracles. Its steps run under `oracle_attention`."""
     return OracleParts(RecordingDevice(), SMALL, RecordingRecorder)
+
+
+@contextmanager
+def without_trial() -> Iterator[None]:
+    """Let engines start without a trial of steps and graphs: this GPU's memory is never used up.
+
+    The trial captures the largest graphs ten times, which is most of the start of a small model.
+    """
+    with patch.object(RuntimeBuilder, "_run_trial", lambda *_: (0, 0)):
+        yield
 
 
 def interpreted_parts(_kind: str) -> CudaParts:

@@ -23,7 +23,7 @@ from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.runtime.test_recorded_graphs import MODEL
-from tests.fakes.recording_gpu import oracle_attention, oracle_parts
+from tests.fakes.recording_gpu import oracle_attention, oracle_parts, without_trial
 from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.model_folder import write_model
 from tests.support.plan_recording import constraining, runtime_of
@@ -54,14 +54,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def build(folder: Path, kind: Kind, **options: Any) -> DrivenEngine:
+def build(folder: Path, kind: Kind, *, trial: bool = False, **options: Any) -> DrivenEngine:
+    """Build an engine. trial: measure its steps and graphs first, as on a GPU."""
     sizes: dict[str, Any] = {"max_rows": 6, "max_len": 64, "max_step_tokens": 32, "kv_tokens": 512, "page_size": 8}
     if kind.device == "cuda":
         sizes |= {"graph_rows": "2,6", "graph_tokens": "24"}
     asked = EngineOptions(
         model=str(folder), device=kind.device, dtype="float32", pipeline=kind.depth, **sizes | options
     )
-    with patch.object(startup_engine.configuration, "resolve_device", lambda *_: kind.device):
+    cuda = patch.object(startup_engine.configuration, "resolve_device", lambda *_: kind.device)
+    with cuda, nullcontext() if trial else without_trial():
         driven = DrivenEngine.build(asked, kind.parts)
     constraining(driven.engine)
     return driven
@@ -185,7 +187,7 @@ def test_a_prediction_of_the_answer_is_accepted(kind: str, temperature: float, f
     with KINDS[kind].kernels():
         plain = build(folder, KINDS[kind]).generate(prompts, [params] * 3)
         options: dict[str, Any] = {"max_rows": 2, "graph_rows": "2"} if kind == "graphs" else {"max_rows": 2}
-        driven = build(folder, KINDS[kind], speculate="ngram", speculate_tokens=3, **options)
+        driven = build(folder, KINDS[kind], trial=True, speculate="ngram", speculate_tokens=3, **options)
         wrong = [*plain[0][:11], *[(token + 1) % VOCAB for token in plain[0][11:]]]
         for prompt, prediction in zip(prompts, (wrong, [], plain[2]), strict=True):
             driven.submit(prompt, params, prediction=pack_ids(prediction))
