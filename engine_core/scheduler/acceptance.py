@@ -9,7 +9,7 @@ PROBED_WEIGHT = 1.0
 """Maximum number of earlier drafts that count once steps verify none, so that a few new ones can change that."""
 RECENT_MEMORY = 0.8
 """Share of the weight of earlier steps that is left after a step where only the last steps count."""
-DEVIATIONS = 3.0
+DEVIATIONS = 3.5
 """Number of standard deviations by which the last steps have to differ from all steps for those to be forgotten."""
 
 
