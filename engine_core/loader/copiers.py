@@ -65,15 +65,14 @@ class HostCopier:
     def copy(self, span: Span) -> Iterator[Span]:
         """Implement `Copier.copy`."""
         for job in span.jobs:
-            target = job.target()
-            if target.device.type == "cpu" and job.is_plain(target):
-                job.read(memory_of(target))
+            if job.plain is not None and job.plain.device.type == "cpu":
+                job.read(memory_of(job.plain))
             else:
                 if self._buffer is None:
                     self._buffer = torch.empty(self._nbytes, dtype=torch.uint8)
                 buffer = self._buffer[: job.nbytes]
                 job.read(memory_of(buffer))
-                _copy(job.view(buffer), target)
+                _copy(job.view(buffer), job.target())
         yield span
 
     def finish(self) -> Iterator[Span]:
@@ -130,9 +129,12 @@ class HostToDeviceCopier:
         yield from self._await(turn)
         buffer = self._buffers[turn]
         self._read(span, buffer)
-        for job in span.jobs:
-            start = job.start - span.start
-            self._start(job, buffer[start : start + job.nbytes])
+        parts = buffer[: span.nbytes].split_with_sizes([job.nbytes for job in span.jobs])
+        for job, read in zip(span.jobs, parts, strict=True):
+            if job.plain is not None:
+                job.plain.copy_(read, non_blocking=True)
+            else:
+                self._copy_cast(job, read)
         self._events[turn].record()
         self._moving[turn] = span
 
@@ -141,17 +143,13 @@ class HostToDeviceCopier:
         for turn in range(STAGING_BUFFERS):
             yield from self._await(turn)
 
-    def _start(self, job: Job, read: Tensor) -> None:
-        target = job.target()
-        if job.is_plain(target):
-            target.copy_(job.view(read), non_blocking=True)
-        else:
-            # A host-to-device copy that casts would cast on the host, into unpinned memory.
-            if self._cast is None:
-                self._cast = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-            cast = self._cast[: job.nbytes]
-            cast.copy_(read, non_blocking=True)
-            target.copy_(job.view(cast))
+    def _copy_cast(self, job: Job, read: Tensor) -> None:
+        """Copy bytes as they are, then cast and rearrange them: the host would cast into unpinned memory."""
+        if self._cast is None:
+            self._cast = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        cast = self._cast[: job.nbytes]
+        cast.copy_(read, non_blocking=True)
+        job.target().copy_(job.view(cast))
 
     def _read(self, span: Span, buffer: Tensor) -> None:
         if self._unpinned is None:

@@ -14,6 +14,13 @@ from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.source_file import SourceFile
 
 
+def bytes_of(parameter: Tensor) -> Tensor:
+    """Return the bytes of a parameter in one dimension; an empty tensor if they are not contiguous."""
+    if not parameter.is_contiguous():
+        return torch.empty(0, dtype=torch.uint8)
+    return parameter.view(-1).view(torch.uint8)
+
+
 class Filling:
     """A slot and the number of pieces that it still lacks.
 
@@ -21,11 +28,12 @@ class Filling:
     tensor on the same device, which is transformed after the last piece.
     """
 
-    def __init__(self, slot: WeightSlot, stored: StoredTensor, file: SourceFile) -> None:
-        """Set up a filling from a tensor in a file."""
+    def __init__(self, slot: WeightSlot, stored: StoredTensor, file: SourceFile, memory: Tensor) -> None:
+        """Set up a filling from a tensor in a file. memory: bytes of the parameter (`bytes_of`)."""
         self.slot = slot
         self.stored = stored
         self.file = file
+        self._memory = memory
         self.dtype = TORCH_DTYPES[stored.dtype]
         self._lock = Lock()
         self._left = 0
@@ -39,13 +47,24 @@ class Filling:
         slot = self.slot
         if slot.transform is None:
             slot.check(self._part_shape())
-        size, start = self.dtype.itemsize, self.stored.start
-        jobs = [
-            Job(self, piece, start + piece.start * size, prod(piece.shape) * size)
-            for piece in cut(self.stored.shape, slot.source, nbytes // size)
-        ]
+        size, start, plain = self.dtype.itemsize, self.stored.start, self._plain_start()
+        jobs = []
+        for piece in cut(self.stored.shape, slot.source, nbytes // size):
+            offset, length = piece.start * size, prod(piece.shape) * size
+            target = None if plain is None else self._memory.narrow(0, plain + offset, length)
+            jobs.append(Job(self, piece, start + offset, length, target))
         self._left = len(jobs)
         return jobs
+
+    def _plain_start(self) -> int | None:
+        """Return the offset in the parameter of the tensor's first byte, None if bytes or their order differ."""
+        slot, parameter = self.slot, self.slot.parameter
+        if slot.transform is not None or slot.dim or (slot.source is not None and slot.source.dim):
+            return None
+        if parameter.dtype != self.dtype or not parameter.is_contiguous():
+            return None
+        skipped = 0 if slot.source is None else slot.source.start * prod(self.stored.shape[1:])
+        return (slot.start * prod(parameter.shape[1:]) - skipped) * self.dtype.itemsize
 
     def part(self) -> Tensor:
         """Return the tensor that receives the pieces."""
@@ -90,15 +109,15 @@ class Job:
     """Offset of the first byte in the file."""
     nbytes: int
     """Number of bytes to read."""
+    plain: Tensor | None
+    """The bytes of the parameter that are those of the file; None: they differ in dtype or order.
+
+    Views are made before threads read, as they contend for the interpreter.
+    """
 
     def target(self) -> Tensor:
         """Return the view that the piece fills."""
-        part = self.filling.part()
-        return part if self.piece.is_whole else part[self.piece.index]
-
-    def is_plain(self, target: Tensor) -> bool:
-        """Return True if the file has the target's bytes in the target's order."""
-        return target.dtype == self.filling.dtype and target.is_contiguous() and target.shape == self.piece.shape
+        return self.filling.part()[self.piece.index]
 
     def read(self, buffer: memoryview) -> None:
         """Fill a buffer of `nbytes` bytes.
@@ -109,8 +128,7 @@ class Job:
 
     def view(self, buffer: Tensor) -> Tensor:
         """Return a view of the bytes that were read, in the shape of the target."""
-        read = buffer.view(self.filling.dtype).view(self.piece.shape)
-        return read if self.piece.is_whole else read[self.piece.window]
+        return buffer.view(self.filling.dtype).view(self.piece.shape)[self.piece.window]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,6 @@ class Piece:
     """The elements that belong to the part, as an index of the piece."""
     index: Index
     """Index of the piece in the part."""
-    is_whole: bool = False
-    """True if it is all of the tensor."""
 
 
 def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterator[Piece]:
@@ -39,7 +37,7 @@ def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterat
     """
     if not shape or (source is None and 0 < prod(shape) <= most):
         whole = (slice(None),) * len(shape)
-        yield Piece(0, shape, whole, whole, is_whole=True)
+        yield Piece(0, shape, whole, whole)
         return
     bounds = [(0, length) for length in shape]
     if source is not None:

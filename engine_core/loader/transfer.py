@@ -11,7 +11,7 @@ import torch
 
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.copiers import Copier, HostCopier, HostToDeviceCopier
-from tandem.engine_core.loader.filling import Filling, Job, Span, spans
+from tandem.engine_core.loader.filling import Filling, Job, Span, bytes_of, spans
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.source_file import SourceFile
 
@@ -42,10 +42,12 @@ def transfer(
     for device in devices:
         with ExitStack() as stack:
             files = {path: stack.enter_context(SourceFile(path)) for path in _paths(slots, checkpoint)}
+            memory = {id(slot.parameter): slot.parameter for slot in slots}
+            memory = {key: bytes_of(parameter) for key, parameter in memory.items()}
             jobs: list[Job] = []
             for slot in slots:
                 stored = checkpoint.tensors[slot.name]
-                jobs += Filling(slot, stored, files[stored.path]).jobs(PIECE_BYTES)
+                jobs += Filling(slot, stored, files[stored.path], memory[id(slot.parameter)]).jobs(PIECE_BYTES)
             found = list(spans(jobs, PIECE_BYTES))
             count = min(threads or _thread_count(), len(found))
             largest = max((span.nbytes for span in found), default=0)

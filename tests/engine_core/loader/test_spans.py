@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.engine_core.loader.checkpoint import Checkpoint
-from tandem.engine_core.loader.filling import Filling, Job, spans
+from tandem.engine_core.loader.filling import Filling, Job, bytes_of, spans
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.source_file import SourceFile
 from tandem.engine_core.loader.transfer import transfer
@@ -28,7 +28,7 @@ def jobs_of(directory: Path, parameters: dict[str, Tensor], nbytes: int) -> list
         stored = checkpoint.tensors[name]
         file = files.setdefault(stored.path, SourceFile(stored.path))
         slot = WeightSlot.whole(name, parameter, dtypes=(stored.dtype,))
-        jobs += Filling(slot, stored, file).jobs(nbytes)
+        jobs += Filling(slot, stored, file, bytes_of(parameter)).jobs(nbytes)
     return jobs
 
 
