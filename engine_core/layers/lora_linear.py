@@ -31,6 +31,16 @@ class LayerUpdate:
     ranks: Tensor
     """[P] int32, rank of each part, 0 for one that the adapter does not change."""
 
+    def copied_to(self, buffer: Tensor) -> "LayerUpdate":
+        """Return a copy in a buffer of bytes, which has room for it."""
+        start, copies = 0, []
+        for tensor in (self.ranks, self.a, self.b):
+            copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(copy.copy_(tensor))
+            start += tensor.nbytes
+        ranks, a, b = copies
+        return LayerUpdate(a, b, ranks)
+
 
 class LoraLinear:
     """A linear layer, and the adapters of all slots for it.
@@ -202,6 +212,12 @@ class LoraSlots:
         given = base, inputs, parts, self.max_slots, self.max_rank, device, dtype, kernels, stored_order
         self.linears[name] = LoraLinear(*given)
         return self.linears[name]
+
+    @property
+    def max_update_bytes(self) -> int:
+        """Most bytes of the update of one layer."""
+        found = self.linears.values()
+        return max((linear.a[0].nbytes + linear.b[0].nbytes + linear.ranks[0].nbytes for linear in found), default=0)
 
     def fill(self, slot: int, updates: Mapping[str, LayerUpdate]) -> None:
         """Copy an adapter into a slot. updates: of the layers that it changes, by name."""

@@ -6,15 +6,16 @@ is refused: it is never served as the base model.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.layers.lora_linear import LayerUpdate, LoraLinear, LoraSlots
+from tandem.engine_core.layers.lora_linear import LayerUpdate, LoraSlots
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor, read_header
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.loader.source_file import SourceFile, memory_of
@@ -65,22 +66,37 @@ class _Matrices:
     b: StoredTensor
 
 
-def read_adapter(folder: Path, slots: LoraSlots, pin: bool = False, root: Path | None = None) -> HostAdapter:
+_Own = list[tuple[_Target, _Matrices]]
+"""The modules of one linear layer that an adapter changes, with their matrices."""
+
+
+class Run(Protocol):
+    """Calls a function with each item, in any order or at once."""
+
+    def __call__(self, function: Callable[[_Own], LayerUpdate], items: Sequence[_Own]) -> list[LayerUpdate]:
+        """Return the results once all calls have ended; raises the first error of one."""
+
+
+def read_adapter(folder: Path, slots: LoraSlots, root: Path | None = None, run: Run | None = None) -> HostAdapter:
     """Read an adapter into host memory.
 
-    pin: page-lock the memory, for copies to a GPU; root: as in `AdapterFolder`.
+    root: as in `AdapterFolder`; run: calls the function that reads one layer; None: for one after the other.
 
     Raises ConfigError, with the reason, for an adapter that is broken, does not fit the model, or needs more than this
     engine supports.
     """
     with AdapterFolder(folder, root) as opened:
-        found = _read_folder(opened, slots, pin)
+        found = _read_folder(opened, slots, run or _in_order)
     if file_stamp(folder) != found.stamp:
         raise ConfigError(f"{folder} changed while it was read; load it again once it is complete")
     return found
 
 
-def _read_folder(folder: AdapterFolder, slots: LoraSlots, pin: bool) -> HostAdapter:
+def _in_order(function: Callable[[_Own], LayerUpdate], items: Sequence[_Own]) -> list[LayerUpdate]:
+    return list(map(function, items))
+
+
+def _read_folder(folder: AdapterFolder, slots: LoraSlots, run: Run) -> HostAdapter:
     stamp, config = folder.stamp, read_config(folder.path / CONFIG_FILE, folder.opener)
     path = folder.path / WEIGHTS_FILE
     targets = _targets(slots)
@@ -91,13 +107,11 @@ def _read_folder(folder: AdapterFolder, slots: LoraSlots, pin: bool) -> HostAdap
             _check_shapes(name, found, config, targets[name], slots)
     except _AdapterError as error:
         raise ConfigError(f"{path}: {error}") from None
-    own: dict[str, list[tuple[_Target, _Matrices]]] = {}
+    own: dict[str, _Own] = {}
     for name, found in matrices.items():
         own.setdefault(targets[name].linear, []).append((targets[name], found))
-    nbytes = max(tensor.nbytes for found in matrices.values() for tensor in (found.a, found.b))
     with SourceFile(path, folder.opener) as file:
-        reader = _Reader(file, config, torch.empty(nbytes, dtype=torch.uint8), pin)
-        updates = {name: reader.update(slots.linears[name], found) for name, found in own.items()}
+        updates = dict(zip(own, run(_Reader(file, config, slots).update, list(own.values())), strict=True))
     return HostAdapter(updates, max(config.rank_of(name) for name in matrices), stamp)
 
 
@@ -196,26 +210,23 @@ def _check_shapes(name: str, found: _Matrices, config: PeftConfig, target: _Targ
 
 
 class _Reader:
-    """Reads the updates of layers from the file of an adapter."""
+    """Reads the updates of layers from the file of an adapter, for several threads at once."""
 
-    def __init__(self, file: SourceFile, config: PeftConfig, buffer: Tensor, pin: bool) -> None:
-        """Set up a reader. buffer: bytes for one matrix; pin: as in `read_adapter`."""
+    def __init__(self, file: SourceFile, config: PeftConfig, slots: LoraSlots) -> None:
         self.file = file
         self.config = config
-        self.buffer = buffer
-        self.memory = memory_of(buffer)
-        self.pin = pin
+        self.slots = slots
 
-    def update(self, linear: LoraLinear, own: list[tuple[_Target, _Matrices]]) -> LayerUpdate:
+    def update(self, own: _Own) -> LayerUpdate:
         """Return the update of a layer, in the order of its inputs and outputs.
 
         Raises ConfigError if a value is not finite.
         """
+        linear = self.slots.linears[own[0][0].linear]
         count, dtype = len(linear.parts), linear.a.dtype
         rank = max(self.config.rank_of(target.name) for target, _ in own)
-        # Page-locking may block launches of the loop, so each layer has a block of its own.
-        a = torch.empty(count, rank, linear.inputs, dtype=dtype, pin_memory=self.pin)
-        b = torch.empty(rank, linear.starts[-1], dtype=dtype, pin_memory=self.pin)
+        a, b = torch.empty(count, rank, linear.inputs, dtype=dtype), torch.empty(rank, linear.starts[-1], dtype=dtype)
+        buffer = torch.empty(max(tensor.nbytes for _, pair in own for tensor in (pair.a, pair.b)), dtype=torch.uint8)
         ranks = [0] * count
         for target, _ in own:
             for part in target.parts:
@@ -226,32 +237,33 @@ class _Reader:
         for target, matrices in own:
             own_rank = self.config.rank_of(target.name)
             start, end = linear.starts[target.parts.start], linear.starts[target.parts.stop]
-            matrix = self._read(matrices.a)
+            matrix = self._read(matrices.a, buffer)
             for part in target.parts:
                 a[part, :own_rank].copy_(matrix)
-            matrix = self._read(matrices.b)
+            matrix = self._read(matrices.b, buffer)
             # Scaled before it is transposed, which is twice as fast, and rounded once.
             matrix = (matrix if matrix.dtype == dtype else matrix.float()).mul_(self.config.scale_of(target.name))
             b[:own_rank, start:end].copy_(matrix.t())
         if not (_is_finite(a) and _is_finite(b)):
-            fault = self._fault(own) or f"{own[0][0].name} is not finite in {dtype} once it is scaled"
+            fault = self._fault(own, buffer) or f"{own[0][0].name} is not finite in {dtype} once it is scaled"
             raise ConfigError(f"{self.file.path}: {fault}")
         if (order := linear.input_order) is not None:
             a.copy_(a[:, :, order.cpu()])
         if (order := linear.output_order) is not None:
             b.copy_(b[:, order.cpu()])
-        return LayerUpdate(a, b, torch.tensor(ranks, dtype=torch.int32, pin_memory=self.pin))
+        return LayerUpdate(a, b, torch.tensor(ranks, dtype=torch.int32))
 
-    def _read(self, tensor: StoredTensor) -> Tensor:
-        """Return a matrix in the buffer, valid until the next call."""
-        self.file.read_into(self.memory[: tensor.nbytes], tensor.start)
-        return self.buffer[: tensor.nbytes].view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+    def _read(self, tensor: StoredTensor, buffer: Tensor) -> Tensor:
+        """Return a matrix in a buffer of bytes."""
+        read = buffer[: tensor.nbytes]
+        self.file.read_into(memory_of(read), tensor.start)
+        return read.view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
 
-    def _fault(self, own: list[tuple[_Target, _Matrices]]) -> str:
+    def _fault(self, own: _Own, buffer: Tensor) -> str:
         """Return which matrix is not finite in the file, "" if all are."""
         for target, matrices in own:
             for matrix, tensor in (("A", matrices.a), ("B", matrices.b)):
-                if not _is_finite(self._read(tensor)):
+                if not _is_finite(self._read(tensor, buffer)):
                     return f"lora_{matrix} of {target.name} has values that are NaN or infinite"
         return ""
 

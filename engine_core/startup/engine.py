@@ -203,7 +203,7 @@ def build_engine(
     adapters = None
     if runtime.adapters is not None:
         place = parts.device.torch_device
-        copies = SideCopies(place) if place.type == "cuda" else None
+        copies = SideCopies(place, runtime.adapters.lora) if place.type == "cuda" else None
         given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
         adapters = build_adapters(*given, weight_version)
         log.mark("adapters")
