@@ -171,16 +171,19 @@ class Bench:
         given = old.row_counts, old.max_positions, old.has_model, old.costs
         planner.drafts = DraftPolicy(sizes, drafts, *given)
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, speculation: bool) -> dict[str, float]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], tokens: int, speculation: bool, first_seed: int = 0
+    ) -> dict[str, float]:
         """Run requests of equal lengths at once, and return figures of the steps in which all of them have tokens.
 
         With drafts some end before others: these are run to their ends too, but a step of fewer rows is another one.
+        first_seed: seed of the first request; those of the others follow. Requests of equal seeds accept equal drafts.
         """
         engine, keys = self.engine, []
         for number, prompt in enumerate(prompts):
             self.requests += 1
             keys.append((CLIENT, self.requests))
-            params = SamplingParams(tokens, temperature=1.0, seed=number, ignore_eos=True)
+            params = SamplingParams(tokens, temperature=1.0, seed=first_seed + number, ignore_eos=True)
             submit = Submit(self.requests, pack_ids(prompt), params, speculation=speculation)
             self.mailbox.inbox.append((CLIENT, submit))
         received, outcomes = self.mailbox.received, self.mailbox.outcomes
@@ -207,9 +210,9 @@ class Bench:
         """Run requests without and with drafts in turn, and return the medians."""
         plain, drafted = [], []
         self.generate(prompts, min(tokens, 40), True)
-        for _ in range(rounds):
-            plain.append(self.generate(prompts, tokens, False))
-            drafted.append(self.generate(prompts, tokens, True))
+        for number in range(rounds):
+            plain.append(self.generate(prompts, tokens, False, number * len(prompts)))
+            drafted.append(self.generate(prompts, tokens, True, number * len(prompts)))
 
         def median(runs: list[dict[str, float]], key: str) -> float:
             return statistics.median([run[key] for run in runs])

@@ -11,7 +11,8 @@ from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS, SamplingBatc
 from tandem.engine_core.runtime.speculation import Drafter
 from tandem.engine_core.sampling.sampler import Mode, Sampler
 
-PROMPT_LEN, TOTAL_LEN, MAX_DRAFTS = (INT_COLUMNS.index(name) for name in ("prompt_len", "total_len", "max_drafts"))
+PROMPT_LEN, TOTAL_LEN = INT_COLUMNS.index("prompt_len"), INT_COLUMNS.index("total_len")
+MAX_DRAFTS, SEED = INT_COLUMNS.index("max_drafts"), INT_COLUMNS.index("seed")
 
 
 class ForcedSampler:
@@ -49,7 +50,7 @@ class ForcedSampler:
             tables.tokens.index_put_((rows, positions), sampled.clamp(min=0))
         else:
             drafts = tables.tokens[rows, positions.clamp(max=tables.tokens.shape[1] - 1)]
-            is_right = (drafts >= 0) & (_coins(rows, positions) < self.acceptance)
+            is_right = (drafts >= 0) & (_coins(tables.ints[rows, SEED], positions) < self.acceptance)
             # A draft model samples with the same noise: with random weights most of its drafts would be accepted.
             is_wrong = (drafts >= 0) & ~is_right & (sampled == drafts) & (self.acceptance > 0)
             another = torch.where(drafts > 0, drafts - 1, drafts + 1)
@@ -83,9 +84,12 @@ class EagerDrafter:
         self.drafter.note_accepted(rows, num_drafts, counts)
 
 
-def _coins(rows: Tensor, positions: Tensor) -> Tensor:
-    """Return a pseudorandom number in [0, 1) for each row and position, float32."""
-    bits = (rows * 0x9E3779B1 + positions * 0x85EBCA77) & 0xFFFFFFFF
+def _coins(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return a pseudorandom number in [0, 1) for each seed of a request and position, float32.
+
+    So numbers of drafts can be compared: equal requests accept equal positions, whatever their rows.
+    """
+    bits = (seeds * 0x9E3779B1 + positions * 0x85EBCA77) & 0xFFFFFFFF
     bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
     bits = (bits ^ (bits >> 12)) * 0x297A2D39 & 0xFFFFFFFF
     return ((bits ^ (bits >> 15)) & 0xFFFFFF).float() / 2**24
