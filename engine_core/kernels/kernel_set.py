@@ -40,7 +40,20 @@ class KernelSet:
     ]
     quantized_gate: Callable[[Tensor, Activation, ActivationFormat], QuantizedActivation]
     norm_and_route: Callable[
-        [Tensor, Tensor, Tensor, float, Tensor, int, Routing, Tensor, Tensor | None, int, ActivationFormat | None],
+        [
+            Tensor,
+            Tensor,
+            Tensor,
+            float,
+            Tensor,
+            int,
+            Routing,
+            Tensor,
+            Tensor | None,
+            int,
+            ActivationFormat | None,
+            bool,
+        ],
         tuple[Tensor, Tensor, Routed, QuantizedActivation | None],
     ]
     find_pieces: Callable[[TokenRows], Pieces | None]

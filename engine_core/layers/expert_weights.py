@@ -12,8 +12,11 @@ from tandem.engine_core.loader.slots import WeightSlot
 class ExpertWeights(Protocol):
     """The experts of one layer: gated feed-forward networks. Each token uses a few of them."""
 
-    def input_format(self, tokens: int) -> ActivationFormat | None:
-        """Return the format in which `run` multiplies x of a number of tokens, None for x's dtype."""
+    def needs_sorted(self, tokens: int, top_k: int) -> bool:
+        """Return whether `run` needs pairs sorted by expert. top_k: experts of each token."""
+
+    def input_format(self, tokens: int, top_k: int) -> ActivationFormat | None:
+        """Return the format in which `run` multiplies x, None for x's dtype. top_k: experts of each token."""
 
     def run(
         self,

@@ -37,7 +37,11 @@ class Int4Experts:
         self.scheme = scheme
         self.activation = activation
 
-    def input_format(self, tokens: int) -> ActivationFormat | None:
+    def needs_sorted(self, tokens: int, top_k: int) -> bool:
+        """Implement `ExpertWeights.needs_sorted`."""
+        return False
+
+    def input_format(self, tokens: int, top_k: int) -> ActivationFormat | None:
         """Implement `ExpertWeights.input_format`."""
         return None
 

@@ -112,8 +112,10 @@ class MixtureOfExperts:
         """
         assert norm.update_weight is None, "the norm before a router is a plain RMSNorm"
         given = update, residual, norm.weight, norm.eps, self.router, self.top_k, self.routing
-        to = self.experts.input_format(len(update))
-        normed, stream, routed, quantized = self.kernels.norm_and_route(*given, self.switch.flag, rows, self.seed, to)
+        sizes = len(update), self.top_k
+        needs = (to := self.experts.input_format(*sizes)), self.experts.needs_sorted(*sizes)
+        route = self.kernels.norm_and_route
+        normed, stream, routed, quantized = route(*given, self.switch.flag, rows, self.seed, *needs)
         shared = None if self.shared is None else self.shared.run(normed, adapters, quantized, to)
         return self.experts.run(normed, routed, shared, quantized), stream
 

@@ -15,7 +15,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
-from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan
+from tandem.engine_core.kernels.moe.plans import choose_expert_plan, multiplies_pairs
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
 from tandem.engine_core.kernels.quantize import quantize
@@ -30,6 +30,7 @@ from tandem.engine_core.layers.triton_int4_experts import TritonInt4Experts
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
 
 _choose = cache(choose_expert_plan)
+_multiplies_pairs = cache(multiplies_pairs)
 
 
 class TritonExperts(Experts):
@@ -62,9 +63,14 @@ class TritonExperts(Experts):
             return None
         return ActivationFormat(torch.float8_e4m3fn, SCALE_BLOCK if self.scheme.block is not None else None)
 
-    def input_format(self, tokens: int) -> ActivationFormat | None:
+    def needs_sorted(self, tokens: int, top_k: int) -> bool:
+        """Implement `ExpertWeights.needs_sorted`."""
+        (experts, hidden, width), bits = self.down.shape, 8 * self.down.itemsize
+        return not _multiplies_pairs(ExpertKey("down", bits, 16, hidden, width, experts, top_k, tokens), self.gpu)
+
+    def input_format(self, tokens: int, top_k: int) -> ActivationFormat | None:
         """Implement `ExpertWeights.input_format`."""
-        return None if tokens <= GEMV_TOKENS else self._format
+        return self._format if self.needs_sorted(tokens, top_k) else None
 
     def run(
         self,

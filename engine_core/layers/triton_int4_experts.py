@@ -11,7 +11,7 @@ from tandem.engine_core.kernels.moe.grouped_gemm import combine
 from tandem.engine_core.kernels.moe.int4_gemv import int4_pair_gemv
 from tandem.engine_core.kernels.moe.int4_grouped_gemm import int4_grouped_gemm
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
-from tandem.engine_core.kernels.moe.plans import choose_expert_plan
+from tandem.engine_core.kernels.moe.plans import choose_expert_plan, multiplies_pairs
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE, GemvPlan, GroupedPlan
@@ -22,6 +22,7 @@ from tandem.engine_core.quantization.int4 import pack, unpack
 from tandem.engine_core.quantization.scheme import Int4Scheme
 
 _choose = cache(choose_expert_plan)
+_multiplies_pairs = cache(multiplies_pairs)
 _PARTS = 8
 """Parts that are converted at a time, to limit the memory of unpacked values."""
 
@@ -44,6 +45,11 @@ class TritonInt4Experts(Int4Experts):
                     f"experts with groups of {weight.group} of {weight.part_shape[1]} inputs are not supported on a "
                     f"GPU, only groups of a multiple of {INT4_STRIDE}"
                 )
+
+    def needs_sorted(self, tokens: int, top_k: int) -> bool:
+        """Implement `ExpertWeights.needs_sorted`."""
+        (hidden, width), experts = self.down.part_shape, len(self.down.words)
+        return not _multiplies_pairs(ExpertKey("down", 4, 16, hidden, width, experts, top_k, tokens), self.gpu)
 
     def run(
         self,

@@ -51,7 +51,7 @@ class Network:
     def route(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Routed]:
         mlp, residual = self.mlp, torch.zeros_like(x)
         given = x, residual, self.norm.weight, self.norm.eps, mlp.router, TOP_K, mlp.routing
-        normed, _, routed, _ = mlp.kernels.norm_and_route(*given, mlp.switch.flag, rows, 0, None)
+        normed, _, routed, _ = mlp.kernels.norm_and_route(*given, mlp.switch.flag, rows, 0, None, len(x) > 4)
         return normed, routed
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:

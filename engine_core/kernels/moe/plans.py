@@ -1,6 +1,7 @@
 """Choice of the kernels of a mixture of experts, and of their launch parameters.
 
-Up to `GEMV_TOKENS` tokens, each pair is a GEMV. Above, blocks of pairs of one expert are multiplied in tensor cores.
+Up to `GEMV_TOKENS` tokens, each pair is a GEMV; measured plans may go on with it. Above, blocks of pairs of one expert
+are multiplied in tensor cores.
 The size of a block follows from the expected number of pairs per expert: a smaller one pads less, a larger one reads
 the weights of an expert fewer times.
 """
@@ -10,10 +11,11 @@ from dataclasses import replace
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import INT4_BLOCK, ExpertPlan, GemvPlan, GroupedPlan, RouterPlan
-from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey
+from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey, ExpertPart
 
 GEMV_TOKENS = 4
-"""Maximum number of tokens for which each pair of a token and an expert is a GEMV."""
+"""Maximum number of tokens for which each pair of a token and an expert is a GEMV without a measured plan."""
+PARTS: tuple[ExpertPart, ...] = ("gate_up", "down")
 INT4_OTHER_BYTES = 34 * 1024
 """Maximum shared memory of a program with int4 weights besides its stages: before Hopper, unpacked weights pass through
 it to the tensor cores."""
@@ -78,10 +80,22 @@ def choose_expert_plan(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
 
     key: with the actual number of tokens; activations of 8 bits need weights of 8 bits.
     """
-    rule = expert_rule(key, gpu)
-    bucket = next((size for size in EXPERT_BUCKETS if key.tokens <= size), None)
-    found = rule if bucket is None else gpu.tiles.experts.get(key._replace(tokens=bucket), rule)
-    return found if type(found) is type(rule) else rule
+    found, kind = _measured(key, gpu), GemvPlan if multiplies_pairs(key, gpu) else GroupedPlan
+    return found if isinstance(found, kind) else expert_rule(key, gpu)
+
+
+def multiplies_pairs(key: ExpertKey, gpu: GpuTraits) -> bool:
+    """Return whether each pair of a token and an expert is a GEMV.
+
+    With few tokens it is; with more, if the measured plans of both matmuls say so. key: of either matmul.
+    """
+    both = (_measured(key._replace(part=part, x_bits=16), gpu) for part in PARTS)
+    return key.tokens <= GEMV_TOKENS or all(isinstance(plan, GemvPlan) for plan in both)
+
+
+def _measured(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan | None:
+    bucket = next((size for size in EXPERT_BUCKETS if key.tokens <= size), 0)
+    return gpu.tiles.experts.get(key._replace(tokens=bucket))
 
 
 def _int4_rule(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import normed_input
-from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, NORMED_TOKENS, choose_router
+from tandem.engine_core.kernels.moe.plans import NORMED_TOKENS, choose_router
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.norm import add_rms_norm, add_rms_norm_and_quantize
 from tandem.engine_core.kernels.quantize import group_of, store_quantized
@@ -304,12 +304,12 @@ def norm_and_route(
     rows: Tensor | None,
     seed: int,
     to: ActivationFormat | None = None,
+    sort: bool = True,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Routed, QuantizedActivation | None]:
     """Add x to the residual stream, normalize it, and choose the experts of each token.
 
-    The pairs are sorted by expert if there are more than `GEMV_TOKENS` tokens. Arguments and results: see the oracle,
-    `reference.moe.norm_and_route`.
+    Arguments and results: see the oracle, `reference.moe.norm_and_route`.
     """
     tokens, inputs = x.shape
     if tokens <= NORMED_TOKENS and inputs <= MAX_NORMED_INPUTS and x.is_contiguous() and residual.is_contiguous():
@@ -322,7 +322,7 @@ def norm_and_route(
         else:
             normed, total, quantized = add_rms_norm_and_quantize(x, residual, norm_weight, eps, to, pdl)
         partials, counts = router_partials(normed, weight, choose_router(tokens, inputs, 8 * weight.itemsize), pdl)
-    routed = route(partials, counts, top_k, routing, uniform, rows, seed, tokens > GEMV_TOKENS, pdl)
+    routed = route(partials, counts, top_k, routing, uniform, rows, seed, sort, pdl)
     return normed, total, routed, quantized
 
 

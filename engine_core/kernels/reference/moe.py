@@ -79,12 +79,14 @@ def norm_and_route(
     rows: Tensor | None,
     seed: int,
     to: ActivationFormat | None = None,
+    sort: bool = True,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Routed, QuantizedActivation | None]:
     """Add x to the residual stream, normalize it, and choose the experts of each token.
 
     Returns the normalized sum, the sum, the routing, and the normalized sum in the format `to`, if given. x, residual:
     [T, inputs]; norm_weight: [inputs], see `layer.add_rms_norm`; weight: of the router, [E, inputs]; uniform: [1]
-    int32, not 0 for the routing of `uniform_logits` with `seed`, for padding, too; rows: as in `route`.
+    int32, not 0 for the routing of `uniform_logits` with `seed`, for padding, too; rows: as in `route`; sort:
+    whether to list the pairs of each expert, which only kernels do.
     """
     normed, total = add_rms_norm(x, residual, norm_weight, eps)
     quantized = None if to is None else quantize(normed, to)

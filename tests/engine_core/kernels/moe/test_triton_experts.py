@@ -1,6 +1,7 @@
 """A mixture of experts on the CUDA path, interpreted, equals the one in plain torch."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS
+from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan
 from tandem.engine_core.kernels.moe.routing import Routing, SharedOutput
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tandem.engine_core.kernels.reference import moe
+from tandem.engine_core.kernels.tiles.plan_types import ExpertPlan, GemvPlan
+from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart, TileTable
+from tandem.engine_core.layers import triton_experts, triton_int4_experts
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.layers.mlp import GatedMLP
@@ -157,3 +161,37 @@ def test_the_shared_expert_reads_inputs_that_the_router_has_quantized(tokens: in
     assert torch.equal(expert.run(x, None, context.kernels.quantize(x, to), to).output, expected)
     assert bool(expert.run(x, None, zeros, to).output.eq(0).all()) == (tokens > 1), "a single token has 16 bits"
     assert torch.equal(expert.run(x, None, zeros, ActivationFormat(torch.float8_e4m3fn)).output, expected)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_measured_plans_make_pairs_of_more_tokens_gemvs(bits: int, device: str) -> None:
+    """With both plans of the table; with one of them pairs are sorted as without any."""
+    torch.manual_seed(bits)
+    scheme = {16: None, 8: SCHEMES["blocks"], 4: Int4Scheme("gptq", GROUP, symmetric=True)}[bits]
+    quantization, tokens = None if scheme is None else Quantization(scheme), 7
+    parts: tuple[ExpertPart, ...] = ("gate_up", "down")
+    keys = [ExpertKey(part, {16: 32}.get(bits, bits), 16, HIDDEN, WIDTH, EXPERTS, TOP_K, 8) for part in parts]
+    plans = dict.fromkeys(keys, GemvPlan(4, 128))
+    x, residual = torch.randn(tokens, HIDDEN, device=device), torch.randn(tokens, HIDDEN, device=device)
+    rows = torch.arange(tokens, dtype=torch.int32, device=device) % 4
+    found: list[Tensor] = []
+    for name, table in (("none", {}), ("one", {keys[0]: plans[keys[0]]}), ("both", plans)):
+        gpu = replace(A100, tiles=TileTable(f"{bits} {name}", experts=table))
+        torch.manual_seed(0)
+        context = triton_build_context(torch.device(device), torch.float32, gpu, quantization)
+        mlp, norm = build(context, {"router": torch.randn(EXPERTS, HIDDEN), "norm": torch.ones(HIDDEN)})
+        for slot in mlp.experts.slots("", PROJECTIONS):
+            target = slot.target
+            integers = target.dtype in (torch.int32, torch.uint8)
+            target.random_(0, 9) if integers else target.copy_(torch.randn(target.shape, device=device) / 9)
+        # The table's key has activations of 16 bits, these have 32.
+        assert mlp.experts.needs_sorted(tokens, TOP_K) == (name != "both")
+        with patch.object(triton_experts, "_choose", bits_16), patch.object(triton_int4_experts, "_choose", bits_16):
+            found.append(mlp(x, residual, norm, rows)[0])
+    assert torch.equal(found[0], found[1])
+    error = float((found[2] - found[0]).norm() / found[0].norm())
+    assert error < (1e-3 if bits == 4 else 1e-5), error
+
+
+def bits_16(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
+    return choose_expert_plan(key._replace(x_bits=16), gpu)
