@@ -15,6 +15,7 @@ from tandem.engine_core.kernels.speculation.ngram import propose_ngrams
 from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.kernels.speculation.verify_inputs import verify_inputs
 from tandem.engine_core.kernels.tiles.plan_types import Tile
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
@@ -117,6 +118,34 @@ def test_an_engine_gives_the_tokens_that_it_gives_without_drafts() -> None:
         compared += len(one) if first is None else first + 1
         differing += first is not None
     assert differing <= max(1, compared // 1000), f"{differing} of {compared}"
+
+
+def test_a_model_as_its_own_draft_model_is_right() -> None:
+    """After prompts of all sizes of graphs and one without, several in a step, and phases of plain steps."""
+    rng = random.Random(4)
+    lengths = [3, 16, 50, 64, 100, 128, 200, 256, 400, 512, 700]
+    prompts = [[rng.randrange(100, 2000) for _ in range(length)] for length in lengths]
+    params = [SamplingParams(60, temperature=[0.0, 0.7][n % 2], seed=n, ignore_eos=True) for n in range(len(lengths))]
+    engine = DrivenEngine.build(
+        EngineOptions(
+            device="cuda",
+            dtype="float32",
+            max_rows=16,
+            kv_tokens=8192,
+            graph_rows="1,8,16",
+            graph_tokens="64,512",
+            speculate=f"model:{DEFAULT_MODEL}",
+            speculate_tokens=3,
+        )
+    )
+    policy, calls = engine.engine.scheduler.planner.drafts, iter(range(10_000))
+    choose = policy.choose
+    policy.choose = lambda *given: choose(*given) if next(calls) % 16 > 5 else 0  # type: ignore[method-assign]
+    for count in (1, 2, len(prompts)):
+        engine.generate(prompts[:count], params[:count])
+    stats = engine.engine.stats
+    drafted, accepted = stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
+    assert accepted >= 0.98 * drafted > 300, "rounding decides few"
 
 
 def test_committed_tokens_are_what_the_sampler_draws_from_the_logits_of_their_step() -> None:
