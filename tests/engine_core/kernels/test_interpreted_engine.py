@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from tandem.engine_core import graph_sizes
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.sampling import triton_sampler
 from tandem.engine_core.startup import engine as startup_engine
@@ -67,6 +68,41 @@ def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_dense_model(tmp_
     for index, number in enumerate(ids):
         compared.check(model, prompts[index], driven.tokens(number), ASKED[index], index == CONSTRAINED)
     assert compared.tokens == 12
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+def test_a_model_as_its_own_draft_model_is_right_with_interpreted_kernels(tmp_path: Path) -> None:
+    """A prompt and what is left of a longer one are graphs of the draft model."""
+    write_model(tmp_path, MODEL)
+    options = EngineOptions(
+        model=str(tmp_path),
+        speculate=f"model:{tmp_path}",
+        speculate_tokens=1,
+        device="cuda",
+        dtype="float32",
+        pipeline="off",
+        max_rows=2,
+        max_len=64,
+        max_step_tokens=12,
+        prefill_chunk=8,
+        kv_tokens=256,
+        graph_rows="2",
+        graph_tokens="8",
+    )
+    cuda = patch.object(startup_engine.configuration, "resolve_device", lambda *_: "cuda")
+    sizes = patch.object(graph_sizes, "DRAFT_PROMPT_TOKENS", (4,))
+    with cuda, sizes, patch.multiple(triton_sampler, TILE=1024, GROUP=32, CAPACITY=64):
+        driven = DrivenEngine.build(options, interpreted_parts)
+    prompts, asked = [[5, 9, 14], [9] * 11], [SamplingParams(5, temperature=0.0, ignore_eos=True)] * 2
+    found = driven.generate(prompts, asked)
+    compared, model = Compared(), random_model(config=MODEL)
+    for prompt, tokens, params in zip(prompts, found, asked, strict=True):
+        compared.check(model, prompt, tokens, params, False)
+    stats = driven.engine.stats
+    assert stats.spec_decode_num_draft_tokens == stats.spec_decode_num_accepted_tokens > 1
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
