@@ -131,11 +131,12 @@ class Translation:
         if operation[1] in ("scf.for", "scf.if"):
             self.region(depth, name, bool(several), operation[1], rest)
         elif operation[1] in ("tt.reduce", "tt.scan"):
-            inner = [next(self.source) for _ in range(4)]
-            assert re.search(r"arith\.add[fi]", inner[1]), f"{text} of {inner[1]}"
-            axis, (value,) = int(re.findall(r"axis = (\d+)", rest)[0]), values(rest.partition(" <{")[0])
-            call = "np.sum" if operation[1] == "tt.reduce" else "np.cumsum"
-            self.lines.append("    " * depth + f"{name} = {call}({value}, axis={axis}, dtype={value}.dtype)")
+            given = values(rest.partition(" <{")[0])
+            _, *inner = [next(self.source) for _ in range(3 + len(given))]
+            assert all(re.search(r"arith\.add[fi]", line) for line in inner[: len(given)]), f"{text} of {inner}"
+            axis, call = re.findall(r"axis = (\d+)", rest)[0], "np.sum" if operation[1] == "tt.reduce" else "np.cumsum"
+            sums = [f"{call}({value}, axis={axis}, dtype={value}.dtype)" for value in given]
+            self.lines.append("    " * depth + f"{name} = " + (f"[{', '.join(sums)}]" if several else sums[0]))
         else:
             given, kinds = rest.rpartition(" : ")[::2] if " : " in rest else (rest, "i1")
             found = expression(operation[1], given, values(given), kinds)

@@ -36,21 +36,22 @@ def _gated_norm_kernel(
     column = head[:, None] * V + tl.arange(0, V)[None, :]
     inside = (head < HEADS)[:, None] & (column >= 0)
     weight = tl.load(weight_ptr + tl.arange(0, V)).to(tl.float32)
-    wait_for_previous(PDL)
+    # The preceding kernel writes only o.
     is_token = tl.load(rows_ptr + token) > 0
+    gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside & is_token, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     o = tl.load(o_ptr + token * (HEADS * V) + column, mask=inside & is_token, other=0.0)
     dtype: tl.constexpr = o.dtype
     wide = o.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / V + eps)[:, None]).to(dtype).to(tl.float32)
     normed = (normed * weight[None, :]).to(dtype).to(tl.float32)
-    gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside & is_token, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * (HEADS * V) + column, (normed * gate * tl.sigmoid(gate)).to(dtype), mask=inside)
 
 
 def gated_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, tokens: TokenRows, pdl: bool = False) -> Tensor:
     """Return the RMSNorm of each value head times silu(gate), and zeros for padding; see the oracle.
 
-    o: contiguous, its size of heads a power of two.
+    o: contiguous, its size of heads a power of two, and all that the preceding kernel may write with `pdl`.
     """
     count, heads, size = o.shape
     out = torch.empty(count, heads * size, dtype=o.dtype, device=o.device)
@@ -82,16 +83,20 @@ def _sigmoid_gate_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
+    # The preceding kernel writes only x.
+    gate = tl.load(gate_ptr + token * token_stride + column // D * head_stride + column % D, mask=mask, other=0.0)
     wait_for_previous(PDL)
     x = tl.load(x_ptr + token * WIDTH + column, mask=mask, other=0.0)
-    gate = tl.load(gate_ptr + token * token_stride + column // D * head_stride + column % D, mask=mask, other=0.0)
     # Round the sigmoid before the multiplication, as transformers does.
     product = x.to(tl.float32) * tl.sigmoid(gate.to(tl.float32)).to(gate.dtype).to(tl.float32)
     tl.store(out_ptr + token * WIDTH + column, product.to(x.dtype), mask=mask)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor, pdl: bool = False) -> Tensor:
-    """Return x * sigmoid(gate), shaped like x; see the oracle. x: contiguous."""
+    """Return x * sigmoid(gate), shaped like x; see the oracle.
+
+    x: contiguous, and all that the preceding kernel may write with `pdl`.
+    """
     count, width = x.shape
     out = torch.empty_like(x)
     if count:

@@ -4,8 +4,8 @@ A program computes one head of some tokens. A second launch keeps the newest inp
 tokens, and those that verify drafts, keep theirs in the first. Oracle: `reference.delta_rule.short_conv`. `pdl`: see
 `kernels.dependent_launch`.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+# ruff: noqa: N803, RUF005
 
 import torch
 import triton
@@ -47,28 +47,33 @@ def _short_conv_kernel(
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     channel = FIRST + head * D + tl.arange(0, D)
     inside = token < tokens
-    wait_for_previous(PDL)
+    # The preceding kernel, a matmul, writes only x.
     row = tl.load(rows_ptr + token, mask=inside, other=0)
     position = tl.load(positions_ptr + token, mask=inside, other=0).to(tl.int32)
     kept_ptr = columns_ptr + row.to(tl.int64) * (COLUMNS * CHANNELS)
-    x_token_ptr = x_ptr + token.to(tl.int64) * x_stride
-    own = tl.load(x_token_ptr[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
-    total = own.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1).to(tl.float32)[None, :]
+    weights = (tl.load(weight_ptr + channel * WIDTH + WIDTH - 1),)
+    in_step = ()
+    kept = ()
     for distance in tl.static_range(1, WIDTH):
         # The token that far ahead belongs to this row if its row and position fit: a row's tokens are adjacent.
         has_token = inside & (token >= distance)
         other_row = tl.load(rows_ptr + token - distance, mask=has_token, other=-1)
         other_position = tl.load(positions_ptr + token - distance, mask=has_token, other=-1).to(tl.int32)
-        in_step = has_token & (other_row == row) & (other_position == position - distance)
-        in_state = inside & (row > 0) & (position >= distance) & (in_step == 0)
-        seen = tl.load(
-            (x_token_ptr - distance * x_stride)[:, None] + channel[None, :], mask=in_step[:, None], other=0.0
-        ).to(tl.float32)
-        index = (position + COLUMNS - distance) % COLUMNS
-        seen += tl.load(
-            (kept_ptr + index * CHANNELS)[:, None] + channel[None, :], mask=in_state[:, None], other=0.0
-        ).to(tl.float32)
-        total += seen * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - distance).to(tl.float32)[None, :]
+        is_same = has_token & (other_row == row) & (other_position == position - distance)
+        in_state = inside & (row > 0) & (position >= distance) & (is_same == 0)
+        own_kept_ptr = kept_ptr + (position + COLUMNS - distance) % COLUMNS * CHANNELS
+        kept = kept + (tl.load(own_kept_ptr[:, None] + channel[None, :], mask=in_state[:, None], other=0.0),)
+        in_step = in_step + (is_same,)
+        weights = weights + (tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - distance),)
+    wait_for_previous(PDL)
+    x_token_ptr = x_ptr + token.to(tl.int64) * x_stride
+    own = tl.load(x_token_ptr[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
+    total = own.to(tl.float32) * weights[0].to(tl.float32)[None, :]
+    for distance in tl.static_range(1, WIDTH):
+        other_ptr = (x_token_ptr - distance * x_stride)[:, None] + channel[None, :]
+        seen = tl.load(other_ptr, mask=in_step[distance - 1][:, None], other=0.0).to(tl.float32)
+        seen += kept[distance - 1].to(tl.float32)
+        total += seen * weights[distance].to(tl.float32)[None, :]
     mixed = (total * tl.sigmoid(total)).to(out_ptr.dtype.element_ty)
     if NORMED > 0:
         wide = mixed.to(tl.float32)
@@ -122,8 +127,8 @@ def short_conv(
 ) -> Tensor:
     """Apply the causal convolution, SiLU and the norms of heads; see the oracle.
 
-    x: rows contiguous; pieces: of the tokens after the single ones. Raises ValueError for head
-    sizes that are not powers of two.
+    x: rows contiguous, and all that the preceding kernel may write with `pdl`; pieces: of the tokens after the single
+    ones. Raises ValueError for head sizes that are not powers of two.
     """
     for size in (shape.key_dim, shape.value_dim):
         if size & (size - 1):

@@ -35,6 +35,12 @@ def log_decay(gates_ptr, a_log_ptr, dt_bias_ptr, head, mask, HEADS: tl.constexpr
 
 
 @triton.jit
+def add_two(a, b, c, d):
+    """Add pairs, for `tl.reduce`: two sums share their barriers, and need fewer registers than one after the other."""
+    return a + c, b + d
+
+
+@triton.jit
 def _single_tokens_kernel(
     out_ptr,
     qkv_ptr,
@@ -68,7 +74,7 @@ def _single_tokens_kernel(
     own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
     ring = ring_pointers(updates_ptr, keys_ptr, decays_ptr, row, head, KEY_HEADS, HEADS, K, V, R, U)
     own_updates_ptr, own_keys_ptr, own_decays_ptr = ring
-    # The preceding kernel, the convolution, writes none of these.
+    # The preceding kernel, the convolution, writes only qkv.
     base = tl.load(own_base_ptr, mask=has_state & (k_index[:, None] >= 0), other=0.0)
     in_ring = (row > 0) & (r_index < cursor)
     at = (position - cursor + r_index) % (2 * R)
@@ -77,29 +83,30 @@ def _single_tokens_kernel(
     updates = tl.load(own_updates_ptr + own_index[:, None] * V + v_index[None, :], mask=in_ring[:, None], other=0.0)
     old_decays = tl.load(own_decays_ptr + at, mask=in_ring, other=0.0)
     total = tl.load(own_decays_ptr + (position + 2 * R - 1) % (2 * R), mask=has_state, other=0.0)
+    gate = gates_ptr + token * gates_stride
+    beta = tl.sigmoid(tl.load(gate + head).to(tl.float32))
+    decay = log_decay(gate, a_log_ptr, dt_bias_ptr, head, True, HEADS)
+    if (row > 0) & (cursor == 0):
+        base = fold_ring(base, *ring, position, k_index, v_index, K, V, R, U, K_AXIS=0)
+        # The layouts of load and store may differ.
+        tl.debug_barrier()
+        tl.store(own_base_ptr, base)
+        total = 0.0
+    total += decay
     wait_for_previous(PDL)
     if row > 0:
         source = qkv_ptr + token * qkv_stride
         query = tl.load(source + key_head * K + k_index).to(tl.float32)
         stored_key = tl.load(source + (KEY_HEADS + key_head) * K + k_index)
         value = tl.load(source + 2 * KEY_HEADS * K + head * V + v_index).to(tl.float32)
-        gate = gates_ptr + token * gates_stride
-        beta = tl.sigmoid(tl.load(gate + head).to(tl.float32))
-        decay = log_decay(gate, a_log_ptr, dt_bias_ptr, head, True, HEADS)
         key = stored_key.to(tl.float32)
-        if cursor == 0:
-            base = fold_ring(base, *ring, position, k_index, v_index, K, V, R, U, K_AXIS=0)
-            # The layouts of load and store may differ.
-            tl.debug_barrier()
-            tl.store(own_base_ptr, base)
-            total = 0.0
-        total += decay
         scale, weights = tl.exp(total), tl.where(in_ring, tl.exp(total - old_decays), 0.0)
         wide_keys = old_keys.to(tl.float32)
-        remembered = scale * tl.sum(base * key[:, None], 0)
-        remembered += tl.sum(updates * (weights * tl.sum(wide_keys * key[None, :], 1))[:, None], 0)
-        result = scale * tl.sum(base * query[:, None], 0)
-        result += tl.sum(updates * (weights * tl.sum(wide_keys * query[None, :], 1))[:, None], 0)
+        shares = tl.reduce((wide_keys * key[None, :], wide_keys * query[None, :]), 1, add_two)
+        of_base = tl.reduce((base * key[:, None], base * query[:, None]), 0, add_two)
+        wide = updates * (weights * shares[0])[:, None], updates * (weights * shares[1])[:, None]
+        of_ring = tl.reduce(wide, 0, add_two)
+        remembered, result = scale * of_base[0] + of_ring[0], scale * of_base[1] + of_ring[1]
         update = beta * (value - remembered)
         result += tl.sum(key * query) * update
         # Reads of the ring by this program come before these writes; others write other entries.
@@ -132,8 +139,8 @@ def single_tokens(
 ) -> None:
     """Run the delta rule over the first `num_single` tokens; see the oracle.
 
-    out: [T, value_heads, value_dim], written but for padding; qkv: contiguous; gates: rows contiguous. Raises
-    ValueError for heads of other sizes than powers of two from 16 on.
+    out: [T, value_heads, value_dim], written but for padding; qkv: contiguous, and all that the preceding kernel may
+    write with `pdl`; gates: rows contiguous. Raises ValueError for heads of other sizes than powers of two from 16 on.
     """
     check_heads(shape)
     block, warps = (SMALL_VALUE_BLOCK, SMALL_WARPS) if tokens.num_single <= SMALL_BATCH else (VALUE_BLOCK, WARPS)

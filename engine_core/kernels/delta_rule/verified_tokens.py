@@ -19,6 +19,7 @@ from tandem.engine_core.kernels.delta_rule.single_tokens import (
     SMALL_WARPS,
     VALUE_BLOCK,
     WARPS,
+    add_two,
     check_heads,
     log_decay,
 )
@@ -68,7 +69,7 @@ def _verified_tokens_kernel(
     own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
     ring = ring_pointers(updates_ptr, keys_ptr, decays_ptr, row, head, KEY_HEADS, HEADS, K, V, R, U)
     own_updates_ptr, own_keys_ptr, own_decays_ptr = ring
-    # The preceding kernel, the convolution, writes none of these.
+    # The preceding kernel, the convolution, writes only qkv.
     base = tl.load(own_base_ptr, mask=has_state & (k_index[:, None] >= 0), other=0.0)
     in_ring = (row > 0) & (r_index < cursor)
     at = position - cursor + r_index
@@ -78,14 +79,14 @@ def _verified_tokens_kernel(
     old_updates = tl.load(old_updates_ptr, mask=in_ring[:, None], other=0.0)
     old_decays = tl.load(own_decays_ptr + at % (2 * R), mask=in_ring, other=0.0)
     total = tl.load(own_decays_ptr + (position + 2 * R - 1) % (2 * R), mask=has_state, other=0.0)
+    if (row > 0) & (cursor == 0):
+        base = fold_ring(base, *ring, position, k_index, v_index, K, V, R, U, K_AXIS=0)
+        # The layouts of load and store may differ.
+        tl.debug_barrier()
+        tl.store(own_base_ptr, base)
+        total = 0.0
     wait_for_previous(PDL)
     if row > 0:
-        if cursor == 0:
-            base = fold_ring(base, *ring, position, k_index, v_index, K, V, R, U, K_AXIS=0)
-            # The layouts of load and store may differ.
-            tl.debug_barrier()
-            tl.store(own_base_ptr, base)
-            total = 0.0
         own_key_ptr = qkv_ptr + first * qkv_stride + (KEY_HEADS + key_head) * K + k_index
         own_value_ptr = qkv_ptr + first * qkv_stride + 2 * KEY_HEADS * K + head * V + v_index
         stored_keys = tl.load(own_key_ptr[None, :] + number[:, None] * qkv_stride, mask=is_live[:, None], other=0.0)
@@ -102,15 +103,17 @@ def _verified_tokens_kernel(
             scale, is_before = tl.exp(total), number < token
             old_weights = tl.where(in_ring, tl.exp(total - old_decays), 0.0)
             new_weights = tl.where(is_before, tl.exp(total - totals), 0.0)
-            remembered = scale * tl.sum(base * key[:, None], 0)
-            remembered += tl.sum(old_updates * (old_weights * tl.sum(wide_keys * key[None, :], 1))[:, None], 0)
-            result = scale * tl.sum(base * query[:, None], 0)
-            result += tl.sum(old_updates * (old_weights * tl.sum(wide_keys * query[None, :], 1))[:, None], 0)
+            shares = tl.reduce((wide_keys * key[None, :], wide_keys * query[None, :]), 1, add_two)
+            of_base = tl.reduce((base * key[:, None], base * query[:, None]), 0, add_two)
+            wide = old_updates * (old_weights * shares[0])[:, None], old_updates * (old_weights * shares[1])[:, None]
+            of_ring = tl.reduce(wide, 0, add_two)
+            shares = tl.reduce((new_keys * key[None, :], new_keys * query[None, :]), 1, add_two)
             # Of later tokens there are zeros, but their keys may hold NaN.
-            shared = tl.where(is_before, tl.sum(new_keys * key[None, :], 1), 0.0)
-            remembered += tl.sum(updates * (new_weights * shared)[:, None], 0)
-            shared = tl.where(is_before, tl.sum(new_keys * query[None, :], 1), 0.0)
-            result += tl.sum(updates * (new_weights * shared)[:, None], 0)
+            key_weights = new_weights * tl.where(is_before, shares[0], 0.0)
+            query_weights = new_weights * tl.where(is_before, shares[1], 0.0)
+            of_new = tl.reduce((updates * key_weights[:, None], updates * query_weights[:, None]), 0, add_two)
+            remembered = scale * of_base[0] + of_ring[0] + of_new[0]
+            result = scale * of_base[1] + of_ring[1] + of_new[1]
             update = beta * (value - remembered)
             result += tl.sum(key * query) * update
             is_own = number == token
