@@ -74,7 +74,7 @@ def choose_normed(
     """
     if rows > 1:
         return _few_rows_gemv("normed_gated" if gated else "normed", rows, outputs, inputs, 2, gpu)
-    pieced = _rmsnorm_rule(inputs, gated) if bits == 16 and norms == 2 else None
+    pieced = _rmsnorm_rule(inputs, gated, norms) if bits == 16 else None
     rule = pieced or normed_rule(inputs, gated, bits)
     if rule is None:
         return None
@@ -116,15 +116,20 @@ def _fitted(plan: Plan, rows: int, itemsize: int, gpu: GpuTraits, gated: bool) -
 
 def _rule(size: int, outputs: int, inputs: int, multiprocessors: int) -> Plan:
     if size == 1:
-        # Within 16 % of the best everywhere.
-        return GemvPlan(2, 1024)
+        # Within 16 % of the best everywhere. The longer steps were the best of the two measured shapes above 8192.
+        return GemvPlan(2, 1024 if inputs <= 8192 else 2048)
     tiles = ceil_div(outputs, TILE)
     if size > 64:
         return None
     if size > 32 and tiles < 256 and inputs < 8192:
         return None
+    split = split_inputs(tiles, inputs, multiprocessors)
+    if size > 32 and tiles * split < 0.7 * multiprocessors:
+        # x takes as many loads as the weights, more than so few SMs do in the time that memory takes for the weights.
+        # Two programs an SM; based on sizes instead of timings.
+        return SplitKPlan(TILE, 128, split_inputs(tiles, inputs, 2 * multiprocessors), 3)
     stages = _EXCLUSIVE_STAGES[size] if tiles <= multiprocessors else 3 if size > 32 else 4
-    return SplitKPlan(TILE, 128, split_inputs(tiles, inputs, multiprocessors), stages)
+    return SplitKPlan(TILE, 128, split, stages)
 
 
 def _gated_rule(size: int, width: int, inputs: int, multiprocessors: int) -> Plan:
@@ -132,6 +137,10 @@ def _gated_rule(size: int, width: int, inputs: int, multiprocessors: int) -> Pla
         return normed_rule(inputs, True)
     tiles = ceil_div(width, TILE)
     split, exclusive = split_inputs(tiles, inputs, multiprocessors), tiles <= multiprocessors
+    if size <= 64 and 2 * multiprocessors < tiles <= 3 * multiprocessors:
+        # With the stages below two programs fit on an SM of an H200, and the others would follow alone; with these all
+        # run at once. Based on sizes instead of timings.
+        return SplitKPlan(TILE, 64, split, 4 if size <= 16 else 3)
     if size <= 16:
         return SplitKPlan(TILE, 128, split, 4 if exclusive else 3)
     if size > 64:
@@ -162,16 +171,18 @@ def _wide_rule(inputs: int, gated: bool) -> GemvPlan:
     return GemvPlan(2, whole, 1, 8)
 
 
-def _rmsnorm_rule(inputs: int, gated: bool) -> GemvPlan | None:
+def _rmsnorm_rule(inputs: int, gated: bool, norms: int) -> GemvPlan | None:
     """Return a plan that holds rows in chunks, None if it saves nothing.
 
-    For matmuls after two norms; based on register counts instead of timings: of 2560 inputs three programs of a gated
-    GEMV fit on an SM instead of two, four of a plain one instead of two of twice the warps. After one norm the same
-    number of programs fits anyway.
+    Based on register counts instead of timings. After two norms of 2560 inputs three programs of a gated GEMV fit on an
+    SM instead of two, four of a plain one instead of two of twice the warps. After one norm the same number fits. Of
+    5120 inputs and with a gate, three programs of 4 warps fit, instead of two of 8 warps that load as much each.
     """
-    if inputs % 8 or not 2 * CHUNK < inputs <= 3 * CHUNK:
+    if inputs % 8:
         return None
-    return GemvPlan(4, CHUNK) if gated else GemvPlan(4, CHUNK, 2)
+    if norms == 2 and 2 * CHUNK < inputs <= 3 * CHUNK:
+        return GemvPlan(4, CHUNK) if gated else GemvPlan(4, CHUNK, 2)
+    return GemvPlan(2, CHUNK) if gated and norms == 1 and 4 * CHUNK < inputs <= 5 * CHUNK else None
 
 
 def block_rows(rows: int) -> int:

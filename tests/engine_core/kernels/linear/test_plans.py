@@ -105,6 +105,32 @@ def test_rows_that_fill_a_block_badly_are_chunked_after_two_norms(inputs: int, b
             assert whole is None or whole.block_k >= inputs
 
 
+@pytest.mark.parametrize(("norms", "gated", "chunked"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_gates_of_5120_inputs_are_chunked_after_one_norm(norms: int, gated: bool, chunked: bool) -> None:
+    for inputs in (4104, 5120):
+        plan = choose_normed(17408, inputs, gated, H200, norms=norms)
+        assert plan == GemvPlan(2, 1024) if chunked else plan is not None and plan.block_k == 8192
+    for inputs in (4096, 5128):
+        plan = choose_normed(17408, inputs, gated, H200, norms=norms)
+        assert plan is not None and plan.block_k >= inputs
+
+
+@pytest.mark.parametrize("width", [16904, 17408, 18944, 25344])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_gated_programs_run_at_once_if_three_fit_on_a_multiprocessor(rows: int, width: int) -> None:
+    plan = choose_gated(rows, width, 5120, 2, H200)
+    assert isinstance(plan, SplitKPlan)
+    # Each program takes 1 KiB more.
+    programs = H200.shared_memory // (plan.stages * stage_bytes(plan, rows, True) + 1024)
+    assert programs * H200.multiprocessors >= -(-width // plan.block_n) * plan.split
+
+
+def test_64_rows_do_not_leave_many_multiprocessors_idle() -> None:
+    assert choose(64, 5120, 17408, 2, H200) == SplitKPlan(64, 128, 3, 3)
+    assert choose(32, 5120, 17408, 2, H200) == SplitKPlan(64, 128, 1, 5)
+    assert choose(64, 4096, 14336, 2, H200) == SplitKPlan(64, 128, 2, 4)
+
+
 def test_workspace_grows_with_rows_up_to_the_bucket() -> None:
     assert [bucket(rows) for rows in (1, 2, 8, 9, 33, 64, 65, 129)] == [1, 16, 16, 16, 64, 64, 128, None]
     assert [block_rows(rows) for rows in (2, 16, 17, 64)] == [16, 16, 32, 64]
