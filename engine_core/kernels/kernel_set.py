@@ -28,7 +28,20 @@ class KernelSet:
     norm_add_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
     gather_columns: Callable[[Tensor, Tensor], Tensor]
     rope_and_kv_write: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None, bool],
+        [
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor | None,
+            Tensor | None,
+            float,
+            Tensor | None,
+            bool,
+            bool,
+        ],
         Tensor,
     ]
     """Includes QK norms, if the model has them, and the scales of an 8-bit pool."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.reference.layer import without_gates
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
@@ -24,16 +25,19 @@ def attend(
     layer: LayerAttention,
     kernels: KernelSet,
     scales: Tensor | None,
+    gated: bool = False,
 ) -> Tensor:
     """Apply RoPE, write keys and values, and attend.
 
-    Arguments are those of `attend_and_project`. Returns [T, heads, head_dim].
+    Arguments are those of `attend_and_project`; gated: whether a gate follows each query in qkv. Returns [T, heads,
+    head_dim].
     """
     cos, sin, slots, q_norm, k_norm, eps = rotation
     if batch.fused is not None and batch.fused.fuses_rope(keys):
+        qkv = without_gates(qkv, keys.shape[1]) if gated else qkv
         return batch.fused.run_with_rope(qkv, rotation, keys, values, layer, scales)
     norms = (q_norm, k_norm, eps)
-    heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, *norms, scales, batch.has_drafts)
+    heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, *norms, scales, batch.has_drafts, gated)
     return batch.attention.run(heads, keys, values, layer, scales)
 
 
@@ -58,7 +62,7 @@ def attend_and_project(
     fuses_rope = fused is not None and fused.fuses_rope(keys)
     if not fuses_rope:
         norms = (q_norm, k_norm, eps)
-        heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, *norms, scales, batch.has_drafts)
+        heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, *norms, scales, batch.has_drafts, False)
     output = output.adapted(batch.adapters)
     to = None if fused is None else output.input_format(tokens)
     if fused is not None and to is not None and fused.fuses_quant(to, head_dim):

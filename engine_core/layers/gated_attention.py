@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention
@@ -56,8 +55,6 @@ class GatedAttention:
         assert isinstance(state, PagedKV)
         projected, residual = self.qkv.adapted(step.batch.adapters).apply_normed(update, residual, norm)
         heads = projected.view(len(update), -1, self.head_dim)
-        query, gate = (heads[:, part : 2 * self.heads : 2] for part in range(2))
-        qkv = torch.cat((query, heads[:, 2 * self.heads :]), 1)
         rotation = Rotation(
             *step.rotary[self.layer.rotary],
             step.batch.slot_mapping[self.layer.group],
@@ -65,7 +62,8 @@ class GatedAttention:
             self.k_norm.weight,
             self.q_norm.eps,
         )
-        attended = attend(qkv, rotation, step.batch, state.keys, state.values, self.layer, self.kernels, state.scales)
+        given = (rotation, step.batch, state.keys, state.values, self.layer, self.kernels, state.scales)
+        attended, gate = attend(heads, *given, gated=True), heads[:, 1 : 2 * self.heads : 2]
         output = self.output.adapted(step.batch.adapters)
         return output.apply(self.kernels.sigmoid_gate(attended.flatten(1), gate)), residual
 

@@ -224,12 +224,14 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     pool, angles, slots = half(16, 1, 32), torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
     heads = x.view(2, 8, 32)
     norms = (half(32), half(32), 1e-6)
-    yield lambda: kernels.rope_and_kv_write(heads, angles, angles, slots, pool, pool, *norms, None, False)
+    for gated in BOTH:
+        given = (heads, angles, angles, slots, pool, pool, *norms, None, False, gated)
+        yield lambda given=given: kernels.rope_and_kv_write(*given)
     for head_dim, part in ((128, 96), (64, 22), (96, 96)):
         heads, pool, angles = half(2, 6, head_dim), half(16, 1, head_dim), torch.zeros(2, 1, part)
-        call = (heads, angles, angles, slots, pool, pool)
+        call = (heads, angles, angles, slots, pool, pool, None, None, 1e-6, None)
         for isolate in BOTH:
-            yield lambda call=call, isolate=isolate: kernels.rope_and_kv_write(*call, None, None, 1e-6, None, isolate)
+            yield lambda call=call, isolate=isolate: kernels.rope_and_kv_write(*call, isolate, False)
     index = torch.zeros(2, dtype=torch.int32)
     pages = torch.zeros(2, 20, dtype=torch.int32)
     table, ring = PageTable(pages[:, :8], 16, 64), PageTable(pages[:, 8:], 16, 64, window=40, ring=6)
@@ -366,7 +368,9 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
             call = (half(2, 6, head_dim), *rotation(head_dim), *[half(16, 1, head_dim, dtype=FP8)] * 2)
             call = (*call, None, None, 1e-6, torch.ones(2))
             for isolate in BOTH:
-                yield lambda call=call, isolate=isolate: triton_kernels(gpu.pdl).rope_and_kv_write(*call, isolate)
+                yield lambda call=call, isolate=isolate: triton_kernels(gpu.pdl).rope_and_kv_write(
+                    *call, isolate, False
+                )
             for early, pairs in product(BOTH, (32, 256, 512, 1024)):
                 yield decode(gpu, head_dim, 4, pairs, FP8, early=early)
             yield prompts(gpu, head_dim, 4, FP8)

@@ -57,6 +57,7 @@ def _rope_kernel(
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
     ISOLATE: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -84,7 +85,9 @@ def _rope_kernel(
     if SCALED:
         key_scale, value_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
     wait_for_previous(PDL)
-    source = qkv_ptr + token * qkv_stride + head[:, None] * D
+    # A gate follows each query.
+    stored_head = head + tl.minimum(head, HEADS) if GATED else head
+    source = qkv_ptr + token * qkv_stride + stored_head[:, None] * D
     first_raw = tl.load(source + i[None, :], mask=is_query | is_key | is_value, other=0.0)
     second_raw = tl.load(source + j[None, :], mask=is_query | is_key | is_value, other=0.0)
     slot = tl.load(slot_mapping_ptr + token)
@@ -143,12 +146,13 @@ def rope_and_kv_write(
     eps: float = 1e-6,
     scales: Tensor | None = None,
     isolate: bool = False,
+    gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """Apply RoPE to queries and keys, and store keys and values in the pool.
 
-    Queries and keys are normalized first if norm weights are given. isolate: see
-    `reference.layer.qk_norm_rope_and_kv_write`.
+    Queries and keys are normalized first if norm weights are given. isolate: see `reference.layer.rope_and_kv_write`;
+    gated: whether a gate follows each query in qkv, as in `reference.layer.without_gates`.
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of `HEAD_DIMS`; cos, sin: [T, 1, R] float32 as in
     `reference.layer.rope`, R even and at most D; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written,
@@ -159,7 +163,7 @@ def rope_and_kv_write(
     """
     tokens, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[1]
-    heads = all_heads - 2 * kv_heads
+    heads = (all_heads - 2 * kv_heads) // 2 if gated else all_heads - 2 * kv_heads
     check_head_dim(head_dim)
     check_heads(qkv, keys, values)
     Rotation(cos, sin, slot_mapping, q_norm, k_norm, eps).check(head_dim)
@@ -167,7 +171,7 @@ def rope_and_kv_write(
     if tokens == 0:
         return query
     block = max(1, ELEMENTS // head_width(head_dim))
-    _rope_kernel[(tokens, triton.cdiv(all_heads, block))](
+    _rope_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, block))](
         *(query, keys, values, qkv, cos, sin, slot_mapping),
         *(qkv if given is None else given for given in (q_norm, k_norm, scales)),
         *(qkv.stride(0), cos.stride(0), sin.stride(0), keys.stride(0), eps),
@@ -181,6 +185,7 @@ def rope_and_kv_write(
         NORM=q_norm is not None,
         SCALED=scales is not None,
         ISOLATE=isolate,
+        GATED=gated,
         PDL=pdl,
         num_warps=WARPS,
         **({"launch_pdl": True} if pdl else {}),

@@ -124,6 +124,15 @@ def rope_and_kv_write(
     return (query if key_scale is None else query * key_scale).to(qkv.dtype)
 
 
+def without_gates(qkv: Tensor, kv_heads: int) -> Tensor:
+    """Return queries, keys and values, [T, heads + 2 * kv_heads, head_dim], contiguous.
+
+    qkv: [T, 2 * heads + 2 * kv_heads, head_dim], each query followed by its gate.
+    """
+    gates_end = qkv.shape[1] - 2 * kv_heads
+    return torch.cat((qkv[:, :gates_end:2], qkv[:, gates_end:]), 1)
+
+
 def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, kv_heads: int, eps: float) -> Tensor:
     """Normalize each query and key head, before RoPE.
 
@@ -150,8 +159,11 @@ def qk_norm_rope_and_kv_write(
     eps: float = 1e-6,
     scales: Tensor | None = None,
     isolate: bool = False,
+    gated: bool = False,
 ) -> Tensor:
-    """Run `qk_norm` if norm weights are given, then `rope_and_kv_write`."""
+    """Run `qk_norm` if norm weights are given, then `rope_and_kv_write`. gated: as in `without_gates`, of qkv."""
+    if gated:
+        qkv = without_gates(qkv, keys.shape[1])
     if q_norm is not None and k_norm is not None:
         qkv = qk_norm(qkv, q_norm, k_norm, keys.shape[1], eps)
     return rope_and_kv_write(qkv, cos, sin, slot_mapping, keys, values, scales, isolate)

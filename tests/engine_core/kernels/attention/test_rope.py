@@ -54,6 +54,33 @@ def test_rotation_and_kv_write_equal_the_oracle(
     assert (pools[0][:, sorted(set(range(20)) - set(given[3].tolist()))] == 7).all()
 
 
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim"), [(4, 2, 32, 32), (3, 1, 256, 64), (5, 3, 32, 8)]
+)
+def test_gates_between_queries_are_left_out(
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, isolate: bool, device: str
+) -> None:
+    qkv, *given = inputs(3, heads, kv_heads, head_dim, device, rotary_dim)
+    gates = torch.full((3, heads, head_dim), 7.0, device=device)
+    queries = torch.stack((qkv[:, :heads], gates), 2).flatten(1, 2)
+    norms = [torch.rand(head_dim, device=device) + 0.5 for _ in range(2)]
+    pools = [torch.zeros(2, 20, kv_heads, head_dim, device=device) for _ in range(3)]
+    interleaved = torch.cat((queries, qkv[:, heads:]), 1)
+    results = [
+        call(x, *given, *pool.unbind(0), *norms, isolate=isolate, gated=gated)
+        for call, x, pool, gated in (
+            (rope_and_kv_write, interleaved, pools[0], True),
+            (rope_and_kv_write, qkv, pools[1], False),
+            (qk_norm_rope_and_kv_write, interleaved, pools[2], True),
+        )
+    ]
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(pools[0], pools[1], equal_nan=True, atol=0, rtol=0)
+    torch.testing.assert_close(pools[0], pools[2], equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
 def test_norms_in_float32_round_once(device: str) -> None:
     """Gemma 3 keeps its norm weights, 1 + weight, in float32 with heads of half precision."""
     qkv, cos, sin, index = inputs(3, 4, 2, 64, device)
