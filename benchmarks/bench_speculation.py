@@ -178,6 +178,7 @@ class Bench:
 
         With drafts some end before others: these are run to their ends too, but a step of fewer rows is another one.
         first_seed: seed of the first request; those of the others follow. Requests of equal seeds accept equal drafts.
+        Raises RuntimeError if the engine refuses a request.
         """
         engine, keys = self.engine, []
         for number, prompt in enumerate(prompts):
@@ -189,6 +190,8 @@ class Bench:
         received, outcomes = self.mailbox.received, self.mailbox.outcomes
         while min(len(received[key]) for key in keys) < 2:
             engine.tick()
+            if ended := [outcomes[key][0] for key in keys if key in outcomes and len(received[key]) < 2]:
+                raise RuntimeError(f"a request has ended before its second token: {ended[0]}")
         times = engine.runtime.device_times()
         busy, idle, steps = times.busy, times.idle, engine.stats.steps_committed
         count, began = sum(len(received[key]) for key in keys), time.perf_counter()
