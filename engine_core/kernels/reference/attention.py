@@ -46,15 +46,16 @@ def paged_decode(
     in `LayerAttention`. Returns [B, heads, D] float32. Reads lengths on the host.
     """
     out = torch.empty_like(query, dtype=torch.float32)
-    kv_heads = keys.shape[1]
-    for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        lowest = 0 if window is None else max(0, position + 1 - window)
-        n = torch.arange(lowest, position + 1, device=query.device)
-        slots = page_table.slots(torch.full_like(n, row), n)
-        q = query[i].float().view(kv_heads, -1, query.shape[-1])
+    heads = (keys.shape[1], -1)
+    grouped, found = query.float().unflatten(1, heads), out.unflatten(1, heads)
+    own, last = rows.tolist(), positions.tolist()
+    known = sorted(set(own))
+    slots_of = dict(zip(known, page_table.slots_between(known, 0, max(last, default=-1) + 1), strict=True))
+    for i, (row, position) in enumerate(zip(own, last, strict=True)):
+        slots = slots_of[row][0 if window is None else max(0, position + 1 - window) : position + 1]
         k, v = keys[slots].float().transpose(0, 1), values[slots].float().transpose(0, 1)
-        scores = q @ k.transpose(1, 2) * scale
+        scores = grouped[i] @ k.transpose(1, 2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        out[i] = (scores.softmax(-1) @ v).reshape(query.shape[1:])
+        found[i] = scores.softmax(-1) @ v
     return out
