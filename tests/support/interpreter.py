@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from tests.support import ptx
@@ -26,6 +27,7 @@ def adapt_interpreter() -> None:
     keep_numpy_types()
     keep_shapes()
     keep_block_types()
+    broadcast_only_other_shapes()
     reduce_whole_blocks()
     convert_float8_as_torch_does()
     run_ptx()
@@ -151,6 +153,16 @@ def keep_block_types() -> None:
         vars(self).update(known[key], element_ty=element_ty)
 
     tl.block_type.__init__ = initialize_again
+
+
+def broadcast_only_other_shapes() -> None:
+    """Return operands of one shape as they are, without comparing each size; `keep_shapes` shares shapes."""
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, one: Any, other: Any) -> Any:
+        return (one, other) if one.shape is other.shape else broadcast(self, one, other)
+
+    TritonSemantic.broadcast_impl_value = broadcast_others
 
 
 def reduce_whole_blocks() -> None:
