@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 PRIOR, PRIOR_WEIGHT = 0.6, 0.1
 """Probability with which a first draft is expected to be accepted before any was verified, and the number of drafts
 that this counts as."""
-PROBED_WEIGHT = 1.0
+PROBED_WEIGHT = 2.0
 """Maximum number of earlier drafts that count once steps verify none, so that a few new ones can change that."""
 RECENT_MEMORY = 0.8
 """Share of the weight of earlier steps that is left after a step where only the last steps count."""
