@@ -21,7 +21,7 @@ from torch import version as torch_version
 from benchmarks.measuring.graph_timing import graph_seconds
 from benchmarks.tune.shapes import model_folder
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan
+from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan, expert_rule
 from tandem.engine_core.kernels.tiles.plan_types import ExpertPlan, GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey, ExpertPart
 from tandem.engine_core.kernels.tiles.table_file import expert_problem, packaged, write_table
@@ -45,13 +45,15 @@ SCHEMES = {
 WEIGHT_BYTES = 12e9
 """Bytes of the layers that run one after the other: more than a step's experts leave in the L2 cache."""
 TRIALS = 3
+PAIR_TOKENS = 16
+"""Maximum number of tokens for which GEMVs of pairs are tried as well."""
 Plans = dict[ExpertKey, ExpertPlan]
 
 
-def candidates(key: ExpertKey) -> Iterator[ExpertPlan]:
-    """Yield the plans that the kernels accept."""
+def candidates(key: ExpertKey, pairs: bool) -> Iterator[ExpertPlan]:
+    """Yield the plans that the kernels accept. pairs: those that make each pair a GEMV."""
     found: list[ExpertPlan] = []
-    if key.tokens <= GEMV_TOKENS:
+    if pairs:
         blocks = (256, 512, 1024, 2048) if key.part == "gate_up" else (256, 512, 1024)
         found += [GemvPlan(rows, block, 1, warps) for rows in (1, 2, 4, 8) for block in blocks for warps in (4, 8)]
     else:
@@ -68,7 +70,7 @@ def improve(key: ExpertKey, current: ExpertPlan, seconds: Callable[[ExpertPlan],
 
     seconds: times the layers with a plan; infinite if it does not fit the GPU.
     """
-    times = {plan: seconds(plan) for plan in candidates(key)}
+    times = {plan: seconds(plan) for plan in candidates(key, isinstance(current, GemvPlan))}
     for plan in sorted(times, key=lambda plan: times[plan])[:2]:
         if plan != current and all(seconds(plan) < seconds(current) for _ in range(TRIALS)):
             current = plan
@@ -127,22 +129,31 @@ def tune(
         for part in PARTS:
             plans[ExpertKey(part, *sizes)] = choose_expert_plan(ExpertKey(part, *sizes), gpu)
         before = timer(count, plans)
-        for key in list(plans):
-            if time.monotonic() > end:
-                return found
+        for kind in (plans, _pair_plans(plans, gpu)) if GEMV_TOKENS < count <= PAIR_TOKENS else (plans,):
+            for key in list(kind):
+                if time.monotonic() > end:
+                    return found
 
-            def seconds(plan: ExpertPlan, key: ExpertKey = key, plans: Plans = plans, count: int = count) -> float:
-                try:
-                    return float(timer(count, plans | {key: plan}))
-                except RuntimeError:
-                    # Triton's errors of resources: the tile does not fit in shared memory or registers.
-                    return float("inf")
+                def seconds(plan: ExpertPlan, key: ExpertKey = key, kind: Plans = kind, count: int = count) -> float:
+                    try:
+                        return float(timer(count, kind | {key: plan}))
+                    except RuntimeError:
+                        # Triton's errors of resources: the tile does not fit in shared memory or registers.
+                        return float("inf")
 
-            plans[key] = improve(key, plans[key], seconds)
+                kind[key] = improve(key, kind[key], seconds)
+            if kind is plans or all(timer(count, kind) < timer(count, plans) for _ in range(TRIALS)):
+                plans = kind
         after = timer(count, plans)
         print(f"{bits} bits, {count} tokens: {before * 1e6:.1f} us, now {after * 1e6:.1f}", flush=True)
         found |= plans
     return found
+
+
+def _pair_plans(plans: Plans, gpu: GpuTraits) -> Plans:
+    """Return plans of the same matmuls that make each pair a GEMV: the rules of a few tokens."""
+    keys = [key._replace(x_bits=16) for key in plans]
+    return {key: expert_rule(key._replace(tokens=GEMV_TOKENS), gpu) for key in keys}
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.tune.experts import Plans, candidates, improve, tune
 from benchmarks.tune.shapes import model_folder
-from tandem.engine_core.kernels.moe.plans import choose_expert_plan
+from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan, multiplies_pairs
 from tandem.engine_core.kernels.tiles.plan_types import ExpertPlan, GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey, ExpertPart, TileTable
 from tandem.engine_core.kernels.tiles.table_file import expert_problem, read_table, write_table
@@ -26,7 +26,7 @@ def key_of(part: ExpertPart, tokens: int, weight_bits: int = 16, x_bits: int = 1
 def test_rules_and_candidates_are_plans_that_the_kernels_accept(tokens: int, bits: tuple[int, int]) -> None:
     for part in PARTS:
         key = key_of(part, tokens, *bits)
-        assert len(list(candidates(key))) >= 2
+        assert len(list(candidates(key, tokens <= GEMV_TOKENS))) >= 2
         for gpu in SUPPORTED:
             rule = choose_expert_plan(key, replace(gpu, tiles=TileTable()))
             assert expert_problem(key, rule) == ""
@@ -60,7 +60,7 @@ def test_plans_are_written_and_read(tmp_path: Path) -> None:
 
 def test_only_a_plan_that_is_faster_each_time_replaces_the_current_one() -> None:
     key = key_of("gate_up", 64)
-    first, second, *_ = candidates(key)
+    first, second, *_ = candidates(key, False)
     unsteady = iter([0.5, 1.0, 2.0, 1.0] * 9)
 
     def seconds(plan: ExpertPlan) -> float:
@@ -81,3 +81,18 @@ def test_a_model_is_tuned_one_matmul_after_the_other() -> None:
     found = tune(model, 16, (1, 64), replace(H200, tiles=TileTable()), timer)
     assert set(found) == {key_of(part, tokens) for tokens in (1, 64) for part in PARTS}
     assert all(plan.warps == 4 for plan in found.values()) and set(calls) == {1, 64}
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("pairs_are_faster", [True, False])
+def test_gemvs_of_pairs_are_tried_beyond_a_few_tokens(bits: int, pairs_are_faster: bool) -> None:
+    model = read_config(model_folder("qwen3-30b-a3b"))
+
+    def timer(tokens: int, plans: Plans) -> float:
+        pairs = multiplies_pairs(key_of("down", tokens, bits), replace(H200, tiles=TileTable(experts=plans)))
+        return 2.0 - (pairs == pairs_are_faster) + sum(plan.warps / 1e5 for plan in plans.values())
+
+    found = tune(model, bits, (8, 64), replace(H200, tiles=TileTable()), timer)
+    gpu = replace(H200, tiles=TileTable(experts=found))
+    assert multiplies_pairs(key_of("down", 8, bits), gpu) == pairs_are_faster
+    assert not multiplies_pairs(key_of("down", 64, bits), gpu)
