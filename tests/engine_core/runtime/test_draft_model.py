@@ -138,6 +138,32 @@ def test_prompts_are_computed_behind_the_results_and_missing_positions_before_th
     assert drafted == accepted > 3
 
 
+def test_pages_that_are_hit_again_and_again_keep_their_drafts_right(folder: Path) -> None:
+    """Pages must not be published before their keys and values are written (vllm#41838), also with a small pool."""
+    params = SamplingParams(20, temperature=0.0, ignore_eos=True)
+    prompts = [list(range(3, 30)), [*range(3, 25), 9, 9], [5, 9, 14]]
+    kind = KINDS["cpu, two steps in flight"]
+    driven = build(folder, kind, speculate=f"model:{folder}", speculate_tokens=3, kv_tokens=160)
+    plain = build(folder, kind).generate(prompts, [params] * 3)
+    for _ in range(5):
+        assert driven.generate(prompts, [params] * 3) == plain
+    drafted, accepted = acceptance_of(driven)
+    assert drafted == accepted > 150
+    assert driven.engine.scheduler.memory.num_hit_tokens > 100
+
+
+def test_a_draft_model_keeps_its_keys_in_the_dtype_of_the_target(folder: Path) -> None:
+    """Its scales are calibrated like those of the target (vllm#24505): as its own drafter it stays right."""
+    params = SamplingParams(24, temperature=0.0, ignore_eos=True)
+    prompts = [[5, 9, 14], list(range(3, 30)), [5, 9, 14, 7, 8]]
+    kind = KINDS["cpu, two steps in flight"]
+    plain = build(folder, kind, kv_dtype="fp8").generate(prompts, [params] * 3)
+    driven = build(folder, kind, kv_dtype="fp8", speculate=f"model:{folder}", speculate_tokens=3)
+    assert driven.generate(prompts, [params] * 3) == plain
+    drafted, accepted = acceptance_of(driven)
+    assert drafted == accepted > 30
+
+
 def test_phases_without_drafts_are_made_up_for(folder: Path) -> None:
     params = SamplingParams(40, temperature=0.0, ignore_eos=True)
     driven = build(folder, KINDS["cpu, two steps in flight"], speculate=f"model:{folder}", speculate_tokens=3)
