@@ -414,6 +414,7 @@ def _options(
     combine_rows = triton.next_power_of_2(heads)
     wide = queries == 1 and combine_rows >= WIDE_GROUP
     chunk = SHORT_CHUNK if extra_splits else CHUNK * (2 if wide else 1)
+    together = max(1, min(32, chunk * tile.warps // (combine_rows * head_width(head_dim))))
     return {
         "SHARED": splits > 1 or extra_splits > 0,
         "EXTRA": extra_splits // splits,
@@ -425,7 +426,8 @@ def _options(
         "BLOCK": tile.positions,
         "STAGES": tile.stages,
         "COMBINE_ROWS": combine_rows,
-        "CHUNK": max(1, min(32, chunk * tile.warps // (combine_rows * head_width(head_dim)))),
+        # The heads of several queries fill the registers, so one split at a time, the next one being loaded.
+        "CHUNK": together if queries == 1 else 1,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": tile.warps,
         "PDL": pdl,
