@@ -13,7 +13,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
-from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, workspace_size
+from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, loads_early, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import BUCKETS, FEW_ROWS
@@ -101,7 +101,8 @@ class TritonLinear(TorchLinear):
         if isinstance(plan, GemvPlan):
             return gemv(x, weight, self.bias, plan, pdl=self.gpu.pdl, out=out)
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], weight.shape[0], plan, False)):
-            return splitk_gemm(x, weight, self.bias, plan, *space, pdl=self.gpu.pdl, out=out)
+            early = loads_early(x.shape[0], self.gpu)
+            return splitk_gemm(x, weight, self.bias, plan, *space, pdl=self.gpu.pdl, out=out, early=early)
         return super().apply(x, out)
 
     def apply_normed(
@@ -128,7 +129,8 @@ class TritonLinear(TorchLinear):
         if isinstance(plan, GemvPlan):
             return gemv(x, weight, self.bias, plan, activation, self.gpu.pdl)
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], width, plan, True)):
-            return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation, pdl=self.gpu.pdl)
+            early = loads_early(x.shape[0], self.gpu)
+            return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation, pdl=self.gpu.pdl, early=early)
         return super().apply_gated(x, activation)
 
 
