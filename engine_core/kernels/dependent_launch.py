@@ -5,13 +5,9 @@ lets its own successor start only after that wait, or when it ends. So when a ke
 immediate predecessor has finished, and their outputs may be read before the wait; the early loads of `paged_decode` and
 of recurrent states rely on this.
 
-Two exceptions:
-
-- `paged_prefill` launched next to `paged_decode` waits only at its end. Its successor may start while both still run,
-  and once it has waited for `paged_prefill` it has waited for both. That successor is a matmul, never `paged_decode`.
-- A norm of few rows lets its successor start before its own wait, so that a matmul loads its first weights while the
-  kernel before the norm ends. Once the successor has waited for the norm it has waited for both. Before that, the
-  kernels that follow a norm read nothing but weights.
+One exception: `paged_prefill` launched next to `paged_decode` waits only at its end. Its successor may start while both
+still run, and once it has waited for `paged_prefill` it has waited for both. That successor is a matmul, never
+`paged_decode`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -21,15 +17,12 @@ import triton.language as tl
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr, DELAY_NEXT: tl.constexpr = False, EARLY_NEXT: tl.constexpr = False):
+def wait_for_previous(PDL: tl.constexpr, DELAY_NEXT: tl.constexpr = False):
     """Wait for the preceding kernel, then let the next one start.
 
-    With DELAY_NEXT the next one starts when this one ends, with EARLY_NEXT before the wait. No-op for a kernel that was
-    launched without PDL.
+    With DELAY_NEXT the next one starts when this one ends. No-op for a kernel that was launched without PDL.
     """
     if PDL:
-        if EARLY_NEXT:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if not DELAY_NEXT and not EARLY_NEXT:
+        if not DELAY_NEXT:
             tl.extra.cuda.gdc_launch_dependents()

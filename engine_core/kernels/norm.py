@@ -19,7 +19,6 @@ from tandem.engine_core.kernels.quantized_activation import (
     QuantizedActivation,
     empty_quantized_activation,
 )
-from tandem.engine_core.kernels.tiles.table import FEW_ROWS
 
 MAX_HIDDEN = 16384
 WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
@@ -60,7 +59,6 @@ def _rms_norm_kernel(
     GROUP: tl.constexpr,
     ORDERED: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY_NEXT: tl.constexpr,
 ):
     """Normalize one row. STORE: write the norm in x's dtype; QUANT: write it quantized, as values with scales."""
     row = tl.program_id(0).to(tl.int64)
@@ -72,7 +70,7 @@ def _rms_norm_kernel(
         x_weight = tl.load(x_weight_ptr + offs, mask=mask, other=0.0)
     if ORDERED:
         order = tl.load(order_ptr + offs, mask=mask, other=0)
-    wait_for_previous(PDL, EARLY_NEXT=EARLY_NEXT)
+    wait_for_previous(PDL)
     total = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0)
     if NORM_X:
         total = normalize(total.to(tl.float32), x_weight, eps, hidden, total.dtype)
@@ -223,7 +221,6 @@ def _launch(
         GROUP=group,
         ORDERED=order is not None,
         PDL=pdl,
-        EARLY_NEXT=pdl and tokens <= FEW_ROWS,
         num_warps=WARPS.get(block, 1 if block <= 256 else 2),
         **({"launch_pdl": True} if pdl else {}),
     )
