@@ -13,7 +13,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
-from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, loads_early, workspace_size
+from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import BUCKETS, FEW_ROWS
@@ -101,8 +101,7 @@ class TritonLinear(TorchLinear):
         if isinstance(plan, GemvPlan):
             return gemv(x, weight, self.bias, plan, pdl=self.gpu.pdl, out=out)
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], weight.shape[0], plan, False)):
-            early = loads_early(x.shape[0], self.gpu)
-            return splitk_gemm(x, weight, self.bias, plan, *space, pdl=self.gpu.pdl, out=out, early=early)
+            return splitk_gemm(x, weight, self.bias, plan, *space, pdl=self.gpu.pdl, out=out)
         return super().apply(x, out)
 
     def apply_normed(
@@ -129,8 +128,7 @@ class TritonLinear(TorchLinear):
         if isinstance(plan, GemvPlan):
             return gemv(x, weight, self.bias, plan, activation, self.gpu.pdl)
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], width, plan, True)):
-            early = loads_early(x.shape[0], self.gpu)
-            return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation, pdl=self.gpu.pdl, early=early)
+            return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation, pdl=self.gpu.pdl)
         return super().apply_gated(x, activation)
 
 

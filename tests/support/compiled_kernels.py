@@ -116,7 +116,6 @@ class Compiler:
             "ordered": options.get("ORDERED"),
             "inputs": options.get("BLOCK_K"),
             "early": options.get("EARLY"),
-            "gated": bool(options.get("ACTIVATION")),
             "delays_next": options.get("DELAY_NEXT"),
             "starts_next": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
             "stages": options.get("STAGES"),

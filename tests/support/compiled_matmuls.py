@@ -12,7 +12,7 @@ from tandem.engine_core.kernels.linear.dequantize import dequantize_eight_bit, d
 from tandem.engine_core.kernels.linear.gated_w8a8_gemm import gated_w8a8_gemm
 from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
 from tandem.engine_core.kernels.linear.int4_splitk import int4_splitk
-from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, loads_early
+from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
 from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv
 from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_eight_bit,
@@ -53,7 +53,7 @@ def products(
         chooser, activation = (choose_gated, Activation.SILU) if gated else (choose, None)
         plan = chooser(rows, outputs // (1 + gated), inputs, 2, gpu)
         if isinstance(plan, SplitKPlan):
-            call = (x, weight, None, plan, *space, activation, gpu.pdl, None, None, loads_early(rows, gpu))
+            call = (x, weight, None, plan, *space, activation, gpu.pdl)
             yield lambda call=call: splitk_gemm(*call)
         elif isinstance(plan, GemvPlan):
             yield lambda plan=plan, act=activation: gemv(x, weight, None, plan, act, gpu.pdl)
@@ -76,12 +76,11 @@ def normed_products(
 
 
 def few_rows_products(gpu: GpuTraits, inputs: int = 2048) -> Iterator[Launch]:
-    """Matmuls of three rows by a GEMV, gated and fused with two norms, and in steps; and the chosen ones."""
+    """Matmuls of three rows by a GEMV, gated and fused with two norms, and in steps."""
     x, weight, factors = half(3, inputs), half(4096, inputs), half(inputs, dtype=torch.float32)
     plan, steps = GemvPlan(4, inputs, 2, 8), GemvPlan(4, 1024)
     yield lambda: normed_gemv(x, x, factors, factors, 1e-6, weight, None, plan, Activation.SILU, gpu.pdl)
     yield lambda: gemv(x, weight, None, steps, None, gpu.pdl)
-    yield from products(gpu, 3, 3072, inputs)
 
 
 def w8_matmuls(

@@ -29,16 +29,6 @@ A kernel that is launched early finds the previous one's programs still running.
 crowd onto the SMs that empty first and leave others idle: the matmuls of a step then took up to 15 % longer in sequence
 than one by one.
 """
-_EARLY_STAGES = 8
-"""Likewise for a GEMM with early loads, whose stages hold weights only."""
-
-
-def loads_early(rows: int, gpu: GpuTraits) -> bool:
-    """Return whether a split-K GEMM of 16-bit weights loads its first ones early.
-
-    That is for the rows of a step that verifies drafts of a single row. Early loads need PDL.
-    """
-    return gpu.pdl and rows <= FEW_ROWS
 
 
 def bucket(rows: int) -> int | None:
@@ -57,7 +47,7 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int, gpu: GpuTraits) 
     few = _few_rows_gemv("product", rows, outputs, inputs, itemsize, gpu)
     if few is not None:
         return few
-    rule = _rule(size, outputs, inputs, gpu.multiprocessors, loads_early(rows, gpu))
+    rule = _rule(size, outputs, inputs, gpu.multiprocessors)
     return _fitted(_planned("product", size, outputs, inputs, rule, gpu), rows, itemsize, gpu, False)
 
 
@@ -124,7 +114,7 @@ def _fitted(plan: Plan, rows: int, itemsize: int, gpu: GpuTraits, gated: bool) -
     return plan if plan.stages <= most else replace(plan, stages=most)
 
 
-def _rule(size: int, outputs: int, inputs: int, multiprocessors: int, early: bool) -> Plan:
+def _rule(size: int, outputs: int, inputs: int, multiprocessors: int) -> Plan:
     if size == 1:
         # Within 16 % of the best everywhere. The longer steps were the best of the two measured shapes above 8192.
         return GemvPlan(2, 1024 if inputs <= 8192 else 2048)
@@ -138,8 +128,7 @@ def _rule(size: int, outputs: int, inputs: int, multiprocessors: int, early: boo
         # x takes as many loads as the weights, more than so few SMs do in the time that memory takes for the weights.
         # Two programs an SM; based on sizes instead of timings.
         return SplitKPlan(TILE, 128, split_inputs(tiles, inputs, 2 * multiprocessors), 3)
-    exclusive = _EARLY_STAGES if early else _EXCLUSIVE_STAGES[size]
-    stages = exclusive if tiles <= multiprocessors else 3 if size > 32 else 4
+    stages = _EXCLUSIVE_STAGES[size] if tiles <= multiprocessors else 3 if size > 32 else 4
     return SplitKPlan(TILE, 128, split, stages)
 
 

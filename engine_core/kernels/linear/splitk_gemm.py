@@ -5,10 +5,6 @@ Splitting K lets small weights occupy the whole GPU.
 The weights are the left operand, so the 64 rows of a tensor core instruction are rows of W instead of padding of x.
 Programs that share a tile of y store float32 partial sums in a workspace; the last to arrive adds them in a fixed
 order, so results are deterministic, finishes the tile, and resets its counter to zero.
-
-Early loads: weights never change, so with few rows a program fills its pipeline with weights before it waits for the
-kernel that produces x (see `kernels.dependent_launch`), as a GEMV does. x then takes no buffers of the pipeline: it is
-loaded one step ahead, into registers, for which more rows would be too large.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -115,7 +111,6 @@ def splitk_gemm_kernel(
     SCALES: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply rows by a transposed weight, with K split among programs.
@@ -150,22 +145,11 @@ def splitk_gemm_kernel(
     scale_rows = tl.minimum(first + rows, N - 1) // HEIGHT
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    ahead = tl.zeros([BLOCK_K, BLOCK_M], x_ptr.dtype.element_ty)
-    if not EARLY:
-        wait_for_previous(PDL)
+    wait_for_previous(PDL)
     for step in tl.range(0, PER, num_stages=STAGES):
         # Equal parts need no mask: the compiler removes a constant one.
         within = True if BLOCKS % SPLIT == 0 else step < count
-        if EARLY:
-            # The pipeline's prologue, STAGES - 1 tiles of weights, is loaded before the loop and so before the wait. x
-            # is only carried to the next step, which keeps it out of the pipeline.
-            if step == 0:
-                wait_for_previous(PDL)
-                ahead = tl.load(right_ptr, mask=mask_m, other=0.0)
-            vectors = ahead
-            ahead = tl.load(right_ptr + (step + 1) * BLOCK_K, mask=mask_m & (step + 1 < count), other=0.0)
-        else:
-            vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m & within, other=0.0)
+        vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m & within, other=0.0)
         weights = cast_weights(tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
         if SCALES == 2:
             column = tl.minimum((begin + step) * BLOCK_K // GROUP, WIDE - 1)
@@ -210,7 +194,6 @@ def splitk_gemm(
     pdl: bool = False,
     scales: Tensor | None = None,
     out: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor:
     """Return x W^T + b, [M, N], or its gated activation.
 
@@ -220,7 +203,7 @@ def splitk_gemm(
     activation: weight and bias hold the gate's rows before the up projection's, and activation(gate) * up is returned,
     [M, N / 2]. partials: float32; counters: int32, zero before and after the call; each at least as large as in
     `workspace_size`. Calls on one stream may share them. With `pdl` the preceding kernel may write x, and use the
-    workspace. early: load the first weights before waiting for it.
+    workspace.
     """
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     rows, inputs = x.shape
@@ -256,7 +239,6 @@ def splitk_gemm(
         SCALES=0 if scales is None else scales.ndim,
         HEIGHT=1 if scales is None else scale_height(weight, scales),
         GROUP=1 if scales is None else scale_group(weight, scales) or 1,
-        EARLY=early,
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),

@@ -72,17 +72,13 @@ def check(lines: Lines, architecture: int) -> None:
 
 
 def check_early_copies(lines: Lines) -> None:
-    """The pipeline's prologue is loaded before the wait in the loop: keys and values, or weights, but no activations.
+    """The pipeline's prologue of blocks, keys and values each, is loaded before the wait in the loop.
 
-    `paged_decode` relies on the number of blocks: it waits first if one more would reach the newest position.
+    `paged_decode` relies on their number: it waits first if one more would reach the newest position.
     """
-    for kernel in ("_paged_decode_kernel", "splitk_gemm_kernel"):
-        assert {line["early"] for line in lines if line["kernel"] == kernel} == {False, True}
+    assert {line["early"] for line in lines} == {False, True}
     for line in lines:
-        each = 2 if line["gated"] or line["kernel"] == "_paged_decode_kernel" else 1
-        # On sm_100 the pipeline of asynchronous matmuls has the first step before its loop.
-        is_peeled = line["architecture"] == 100 and line["kernel"] == "splitk_gemm_kernel"
-        ahead = each * (line["stages"] - (0 if is_peeled else 1)) if line["early"] else 0
+        ahead = 2 * (line["stages"] - 1) if line["early"] else 0
         assert line["copies_before_wait"] == ahead, line
 
 

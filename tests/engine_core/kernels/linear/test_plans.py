@@ -11,7 +11,6 @@ from tandem.engine_core.kernels.linear.plans import (
     choose,
     choose_gated,
     choose_normed,
-    loads_early,
     workspace_size,
 )
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
@@ -174,18 +173,6 @@ def test_an_h200_keeps_the_measured_number_of_stages() -> None:
     assert [stages(choose(rows, 3072, 2048, 2, H200)) for rows in (16, 32)] == [6, 5]
     assert [stages(choose_gated(rows, 8192, 2048, 2, H200)) for rows in (16, 64, 128)] == [4, 6, 6]
     assert choose(128, 2048, 8192, 2, H200) == SplitKPlan(64, 64, 4, 6, 8)
-
-
-def test_early_loads_fill_more_stages() -> None:
-    """They hold weights only; two programs must still not fit on an SM together (`_EXCLUSIVE_STAGES`)."""
-    assert [loads_early(rows, H200) for rows in (1, 4, 5)] == [True, True, False]
-    assert not loads_early(4, A100)
-    plan = choose(4, 6144, 4096, 2, H200)
-    assert isinstance(plan, SplitKPlan) and plan == replace(choose(5, 6144, 4096, 2, H200), stages=8)
-    weights, x = plan.block_n * plan.block_k * 2, plan.block_k * 16 * 2
-    assert H200.shared_memory / 2 < plan.stages * weights + x < H200.shared_memory
-    assert choose(4, 6144, 4096, 2, A100) == choose(5, 6144, 4096, 2, A100)
-    assert choose_gated(4, 14336, 4096, 2, H200) == choose_gated(5, 14336, 4096, 2, H200)
 
 
 def test_gpus_with_less_shared_memory_get_fewer_stages() -> None:

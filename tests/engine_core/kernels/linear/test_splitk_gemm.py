@@ -44,22 +44,6 @@ def test_splitk_equals_the_library_and_resets_its_counters(outputs: int, rows: i
     assert torch.equal(out[:rows], y) and out[rows:].isnan().all()
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("activation", [None, Activation.SILU])
-def test_early_loads_change_no_bit(activation: Activation | None, split: int, rows: int, device: str) -> None:
-    """Parts of one, two and three steps: x is loaded one step ahead, and not past the end of a part."""
-    for inputs in (48, 112):
-        plan = SplitKPlan(block_n=16, block_k=16, split=split)
-        x, weight, bias = operands(rows, 42, inputs, device)
-        gated = activation is not None
-        space = workspace(*workspace_size(rows, 21 if gated else 42, plan, gated), device)
-        late, early = (
-            splitk_gemm(x, weight, bias, plan, *space, activation=activation, early=early) for early in (False, True)
-        )
-        assert torch.equal(late, early) and late.isfinite().all()
-
-
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("split", [1, 2])
