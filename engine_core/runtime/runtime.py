@@ -163,8 +163,8 @@ class TorchRuntime:
             assert s.plan is not None
             if s.plan.saves or s.plan.loads:
                 self._copy_states(s.plan)
-            if s.plan.num_drafts:
-                self._compute_drafts(slot, s.plan, packed)
+            if s.plan.draft_spans:
+                self._compute_drafts(slot, s.plan, packed, inputs)
             if bucket is None:
                 assert s.plan is not None
                 batch = self._verify_batch(s, inputs) if s.plan.num_drafts else self._batch(s, inputs)
@@ -190,22 +190,8 @@ class TorchRuntime:
         for load in plan.loads:
             checkpoints.load(load.slot, load.row, load.position)
 
-    def _compute_prompt_drafts(self, slot: int, plan: StepPlan, packed: Packed) -> None:
-        """Enqueue the draft model's pass over the prompts of a step.
-
-        It is behind the results of the step, which are independent of it. So first tokens are not delayed.
-        """
-        try:
-            self._compute_drafts(slot, plan, packed)
-        except torch.OutOfMemoryError:
-            self.device.release_unused()
-            self._compute_drafts(slot, plan, packed)
-
-    def _compute_drafts(self, slot: int, plan: StepPlan, packed: Packed) -> None:
-        """Enqueue the draft model's pass over known tokens, if there are any."""
-        if not plan.draft_spans:
-            return
-        inputs = self.slots[slot].device_inputs
+    def _compute_drafts(self, slot: int, plan: StepPlan, packed: Packed, inputs: Tensor) -> None:
+        """Enqueue the draft model's pass over known tokens."""
         assert self.speculator is not None and self.speculator.model is not None, f"{plan.draft_spans} without a model"
         spans, offset = list[Span](), 0
         for span in plan.draft_spans:
@@ -276,8 +262,6 @@ class TorchRuntime:
                 s.kept_logits.copy_to_host(self.device)
             s.copy_done.record()
         s.logits = None
-        if not s.plan.num_drafts:
-            self._compute_prompt_drafts(slot, s.plan, s.packed)
 
     def collect(self, slot: int) -> StepResult:
         s = self.slots[slot]

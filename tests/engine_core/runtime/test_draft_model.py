@@ -11,7 +11,6 @@ from msgspec import structs
 
 from tandem.engine_core import graph_sizes
 from tandem.engine_core.attention.base import Span
-from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.model_drafter import ModelDrafter
 from tandem.protocol.params import SamplingParams
@@ -99,43 +98,6 @@ def test_a_graph_holds_the_tokens_of_a_limited_number_of_rows(folder: Path) -> N
     assert graphs is not None
     assert graphs.draft_prompt(0, MAX_PROMPTS, 16) is graphs.draft_prompt(0, 1, 1) is graphs.draft_prompts[0][16]
     assert graphs.draft_prompt(0, 1, 17) is graphs.draft_prompt(1, MAX_PROMPTS + 1, 16) is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_are_computed_behind_the_results_and_missing_positions_before_the_drafts(
-    kind: str, folder: Path
-) -> None:
-    """The first attempt at each prompt lacks memory, which is released."""
-    params, failed = SamplingParams(30, temperature=0.0, ignore_eos=True), set[int]()
-    with KINDS[kind].kernels():
-        plain = build(folder, KINDS[kind]).generate([[5, 9, 14]], [params])
-        driven = build(folder, KINDS[kind], speculate=f"model:{folder}", speculate_tokens=3)
-        runtime, places = runtime_of(driven), list[tuple[bool, bool]]()
-        policy, calls, compute = driven.engine.scheduler.planner.drafts, iter(range(1000)), ModelDrafter.compute
-        choose = policy.choose
-        policy.choose = lambda *given: choose(*given) if next(calls) % 12 > 9 else 0  # type: ignore[method-assign]
-
-        def noted(model: ModelDrafter, slot: int, *given: Any) -> None:
-            state = runtime.slots[slot]
-            assert state.plan is not None
-            if not state.plan.num_drafts and state.plan.step_id not in failed:
-                failed.add(state.plan.step_id)
-                raise torch.OutOfMemoryError
-            places.append((state.plan.num_drafts > 0, runtime.launching))  # type: ignore[attr-defined]
-            compute(model, slot, *given)
-
-        launch = runtime.launch
-
-        def launched(slot: int, plan: StepPlan) -> None:
-            runtime.launching = True  # type: ignore[attr-defined]
-            launch(slot, plan)
-            runtime.launching = False  # type: ignore[attr-defined]
-
-        with patch.object(ModelDrafter, "compute", noted), patch.object(runtime, "launch", launched):
-            assert driven.generate([[5, 9, 14]], [params]) == plain
-    assert failed and {(True, True), (False, False)} == set(places)
-    drafted, accepted = acceptance_of(driven)
-    assert drafted == accepted > 3
 
 
 def test_pages_that_are_hit_again_and_again_keep_their_drafts_right(folder: Path) -> None:
