@@ -11,6 +11,7 @@ from msgspec import structs
 
 from tandem.engine_core import graph_sizes
 from tandem.engine_core.attention.base import Span
+from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.model_drafter import ModelDrafter
 from tandem.protocol.params import SamplingParams
@@ -98,6 +99,27 @@ def test_a_graph_holds_the_tokens_of_a_limited_number_of_rows(folder: Path) -> N
     assert graphs is not None
     assert graphs.draft_prompt(0, MAX_PROMPTS, 16) is graphs.draft_prompt(0, 1, 1) is graphs.draft_prompts[0][16]
     assert graphs.draft_prompt(0, 1, 17) is graphs.draft_prompt(1, MAX_PROMPTS + 1, 16) is None
+
+
+def test_known_tokens_are_computed_by_the_launch_of_their_step(folder: Path) -> None:
+    """Once the results are here, the next step of the slot overwrites the inputs (I6)."""
+    params = SamplingParams(30, temperature=0.0, ignore_eos=True)
+    driven = build(folder, KINDS["cpu, two steps in flight"], speculate=f"model:{folder}", speculate_tokens=3)
+    runtime, launching, places = runtime_of(driven), list[int](), list[bool]()
+    launch, compute = runtime.launch, ModelDrafter.compute
+
+    def noted(model: ModelDrafter, slot: int, *given: Any) -> None:
+        places.append(launching == [slot])
+        compute(model, slot, *given)
+
+    def launched(slot: int, plan: StepPlan) -> None:
+        launching.append(slot)
+        launch(slot, plan)
+        launching.clear()
+
+    with patch.object(ModelDrafter, "compute", noted), patch.object(runtime, "launch", launched):
+        driven.generate([[5, 9, 14], list(range(3, 40))], [params] * 2)
+    assert places and all(places)
 
 
 def test_pages_that_are_hit_again_and_again_keep_their_drafts_right(folder: Path) -> None:
