@@ -5,9 +5,12 @@ lets its own successor start only after that wait, or when it ends. So when a ke
 immediate predecessor has finished, and their outputs may be read before the wait; the early loads of `paged_decode` and
 of recurrent states rely on this.
 
-One exception: `paged_prefill` launched next to `paged_decode` waits only at its end. Its successor may start while both
-still run, and once it has waited for `paged_prefill` it has waited for both. That successor is a matmul, never
-`paged_decode`.
+Two exceptions:
+
+- `paged_prefill` launched next to `paged_decode` waits only at its end. Its successor may start while both still run,
+  and once it has waited for `paged_prefill` it has waited for both. That successor is a matmul, never `paged_decode`.
+- A GEMV that adds updates of adapters reads its inputs before it waits: the launch before it, which multiplies them by
+  A, has waited for them (see `kernels.lora.low_rank_update`). It lets its successor start before its own wait, too.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
+from tandem.engine_core.kernels.lora.lora_updates import LoraUpdates
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.loader.slots import WeightSlot
 
@@ -76,6 +77,14 @@ class LinearWeights(Protocol):
         """Like `apply_normed` with an activation, but quantize the result.
 
         to: input format of the next matmul.
+        """
+
+    def apply_updated(
+        self, x: Tensor, residual: Tensor | None, norm: Norm | None, activation: Activation | None, lora: LoraUpdates
+    ) -> tuple[Tensor, Tensor] | None:
+        """Like `apply_normed`, with updates of adapters added before the bias and the activation.
+
+        norm: None multiplies x itself. Return None if no kernel of the layer adds updates to this matmul.
         """
 
     def input_format(self, rows: int) -> ActivationFormat | None:

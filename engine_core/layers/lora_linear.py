@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
+from tandem.engine_core.kernels.lora.lora_updates import LoraUpdates
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.unfused_linear import UnfusedLinear
@@ -133,6 +134,12 @@ class LoraLinear:
         """Implement `LinearWeights.apply_normed_quantized`, without adapters."""
         return self.base.apply_normed_quantized(x, residual, norm, activation, to)
 
+    def apply_updated(
+        self, x: Tensor, residual: Tensor | None, norm: Norm | None, activation: Activation | None, lora: LoraUpdates
+    ) -> tuple[Tensor, Tensor] | None:
+        """Implement `LinearWeights.apply_updated`."""
+        return self.base.apply_updated(x, residual, norm, activation, lora)
+
     def input_format(self, rows: int) -> ActivationFormat | None:
         """Implement `LinearWeights.input_format`, without adapters."""
         return self.base.input_format(rows)
@@ -165,12 +172,27 @@ class AdaptedLinear(UnfusedLinear):
     def __init__(self, linear: LoraLinear, tokens: AdapterTokens) -> None:
         super().__init__(None, linear.kernels)
         self.linear = linear
-        self.tokens = tokens
+        self.lora = LoraUpdates(tokens, linear.a, linear.b, linear.ranks, linear.starts)
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        linear, y = self.linear, self.linear.base.apply(x, out)
-        return self.kernels.add_lora(y, x, self.tokens, linear.a, linear.b, linear.ranks, linear.starts)
+        updated = None if out is not None else self.linear.base.apply_updated(x, None, None, None, self.lora)
+        if updated is not None:
+            return updated[0]
+        lora, y = self.lora, self.linear.base.apply(x, out)
+        return self.kernels.add_lora(y, x, lora.tokens, lora.a, lora.b, lora.ranks, lora.starts)
+
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implement `LinearWeights.apply_gated`."""
+        updated = self.linear.base.apply_updated(x, None, None, activation, self.lora)
+        return super().apply_gated(x, activation) if updated is None else updated[0]
+
+    def apply_normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Implement `LinearWeights.apply_normed`."""
+        updated = self.linear.base.apply_updated(x, residual, norm, activation, self.lora)
+        return super().apply_normed(x, residual, norm, activation) if updated is None else updated
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
         """Implement `UnfusedLinear.weight_slots`: those of the layer without an adapter."""

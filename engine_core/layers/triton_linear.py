@@ -14,7 +14,9 @@ from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.gemv import gemv, normed_gemv
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, workspace_size
+from tandem.engine_core.kernels.linear.shrink_rows import shrink_rows
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.lora.lora_updates import LoraUpdates
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import BUCKETS, FEW_ROWS
 from tandem.engine_core.layers.build_context import BuildContext
@@ -108,15 +110,10 @@ class TritonLinear(TorchLinear):
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
         """Implement `LinearWeights.apply_normed`, in one launch for one row, and for few if planned."""
-        weight, rows = self.weight, x.shape[0]
-        fused = _fits(x, weight) and (rows == 1 or (rows <= FEW_ROWS and weight.itemsize == 2))
-        gated = activation is not None
-        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-        update_weight = None if residual is None else norm.update_weight
-        norms = 1 if update_weight is None else 2
-        plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu, norms=norms, rows=rows) if fused else None
-        if plan is not None and (residual is None or residual.is_contiguous()):
-            given = (x, residual, update_weight, norm.weight, norm.eps, weight, self.bias, plan, activation)
+        plan = self._normed_plan(x, residual, norm, activation is not None)
+        if plan is not None:
+            update_weight = None if residual is None else norm.update_weight
+            given = (x, residual, update_weight, norm.weight, norm.eps, self.weight, self.bias, plan, activation)
             return normed_gemv(*given, self.gpu.pdl)
         return super().apply_normed(x, residual, norm, activation)
 
@@ -130,6 +127,36 @@ class TritonLinear(TorchLinear):
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], width, plan, True)):
             return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation, pdl=self.gpu.pdl)
         return super().apply_gated(x, activation)
+
+    def apply_updated(
+        self, x: Tensor, residual: Tensor | None, norm: Norm | None, activation: Activation | None, lora: LoraUpdates
+    ) -> tuple[Tensor, Tensor] | None:
+        """Implement `LinearWeights.apply_updated`, for layers that a GEMV computes."""
+        weight, gated, pdl = self.weight, activation is not None, self.gpu.pdl
+        if norm is not None:
+            plan = self._normed_plan(x, residual, norm, gated)
+            if plan is None:
+                return None
+            given = x, residual, None if residual is None else norm.update_weight, norm.weight, norm.eps
+            return normed_gemv(*given, weight, self.bias, plan, activation, pdl, shrink_rows(*given, lora, pdl))
+        outputs, inputs = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
+        choose = _choose_gated if gated else _choose
+        chosen = choose(len(x), outputs, inputs, weight.itemsize, self.gpu) if _fits(x, weight) else None
+        if not isinstance(chosen, GemvPlan):
+            return None
+        update = shrink_rows(x, None, None, None, 0.0, lora, pdl)
+        return gemv(x, weight, self.bias, chosen, activation, pdl, update=update), x
+
+    def _normed_plan(self, x: Tensor, residual: Tensor | None, norm: Norm, gated: bool) -> GemvPlan | None:
+        """Return the plan of a matmul fused with the norm before it, None for separate launches."""
+        weight, rows = self.weight, x.shape[0]
+        if not _fits(x, weight) or not (rows == 1 or (rows <= FEW_ROWS and weight.itemsize == 2)):
+            return None
+        if residual is not None and not residual.is_contiguous():
+            return None
+        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+        norms = 1 if residual is None or norm.update_weight is None else 2
+        return _choose_normed(outputs, weight.shape[1], gated, self.gpu, norms=norms, rows=rows)
 
 
 class TritonMethod:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
+from tandem.engine_core.kernels.lora.lora_updates import LoraUpdates
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
 from tandem.engine_core.loader.slots import WeightSlot
@@ -51,6 +52,12 @@ class UnfusedLinear(ABC):
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Implement `LinearWeights.apply_gated` in two launches."""
         return self.kernels.gated_activation(self.apply(x), activation)
+
+    def apply_updated(
+        self, x: Tensor, residual: Tensor | None, norm: Norm | None, activation: Activation | None, lora: LoraUpdates
+    ) -> tuple[Tensor, Tensor] | None:
+        """Implement `LinearWeights.apply_updated`: no matmul adds updates itself."""
+        return None
 
     def input_format(self, rows: int) -> ActivationFormat | None:
         """Implement `LinearWeights.input_format`: the inputs are not quantized."""

@@ -51,7 +51,7 @@ from tandem.engine_core.kernels.tiles.table import DecodeKey, TileTable
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
-from tests.support.compiled_lora import updates
+from tests.support.compiled_lora import matmuls_with_updates, updates
 from tests.support.compiled_matmuls import (
     BOTH,
     FP8,
@@ -81,8 +81,8 @@ class Compiler:
     def __init__(self, architecture: int, once: bool) -> None:
         """Compile for one architecture.
 
-        once: only the first variant of each kernel, with and without an order of inputs, except for kernels with
-        measured tiles.
+        once: only the first variant of each kernel, with and without an order of inputs and adapters, except for
+        kernels with measured tiles.
         """
         self.architecture = architecture
         self.once = once
@@ -98,6 +98,7 @@ class Compiler:
             options.get("TOKENS"),
             bool(options.get("SHARED")),
             options.get("QUANT"),
+            bool(options.get("PARTS")),
         )
         if self.once and kernel.__name__ not in several and variant in self.seen:
             return
@@ -339,6 +340,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from islice(gated_w8a8_matmuls(gpu, 64), 0, None, 2)
     yield from mixtures(gpu, (4, 64), (16,))
     yield from updates(gpu)
+    yield from matmuls_with_updates(gpu, 1)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -382,6 +384,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
         yield from gated_w8a8_matmuls(gpu, rows)
     yield from mixtures(gpu, (1, 4, 8, 64, 256, 512, 8192))
     yield from updates(gpu)
+    yield from matmuls_with_updates(gpu)
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 
 

@@ -23,8 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gated_activation import activated
+from tandem.engine_core.kernels.lora.low_rank_update import (
+    LowRankUpdate,
+    first_row_b,
+    row_updates,
+    update_constants,
+    wait_for_inputs,
+    wait_for_update,
+)
 from tandem.engine_core.kernels.norm import normalize
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 from tandem.engine_core.kernels.tiles.table import FEW_ROWS
@@ -167,7 +174,7 @@ def _dot_products(rows, vectors, CHUNKS: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _input_vector(
+def input_vector(
     x_ptr,
     residual_ptr,
     total_ptr,
@@ -234,6 +241,10 @@ def gemv_kernel(
     residual_ptr,
     y_ptr,
     total_ptr,
+    sums_ptr,
+    b_ptr,
+    ranks_ptr,
+    slots_ptr,
     eps,
     M,
     N,
@@ -245,6 +256,12 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    START1: tl.constexpr,
+    START2: tl.constexpr,
+    START3: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    TERMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply up to TOKENS rows by a transposed weight, with optional fused steps.
@@ -253,7 +270,8 @@ def gemv_kernel(
     are not stored.
 
     A program computes ROWS * TILES columns of y. MODE: 1 normalizes x first (norm_weight: [K]); 2 adds residual: [M, K]
-    before that and writes the sum to total: [M, K]; 3 normalizes x (x_weight: [K]) before the addition.
+    before that and writes the sum to total: [M, K]; 3 normalizes x (x_weight: [K]) before the addition. PARTS: above 0
+    adds updates of adapters; their arguments are those of `row_updates`.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -265,17 +283,21 @@ def gemv_kernel(
     mask_k = offs_k < K
     base_ptr = weight_ptr + first.to(tl.int64) * K
     upper_ptr = base_ptr + N.to(tl.int64) * K
+    outputs = 2 * N if GATED else N
+    tensors = (sums_ptr, b_ptr, ranks_ptr, slots_ptr)
+    sizes: tl.constexpr = (START1, START2, START3, PARTS, MAX_RANK, TERMS)
     # Rows past the end repeat the last one and are not stored.
     offs = tl.minimum(rows, last)[:, None] * K + offs_k[None, :]
     if MODE == 0 and CHUNKS > 1:
         tile = tl.load(base_ptr + offs, mask=mask_k[None, :], other=0.0)
-        wait_for_previous(PDL)
+        first_b = first_row_b(tensors, sizes, first + rows, first + rows < N, M, outputs, TOKENS)
+        wait_for_inputs(PARTS, PDL)
         offs_n = first + rows
         mask_n = offs_n < N
-        PARTS: tl.constexpr = BLOCK_K if TOKENS == 1 else BLOCK_K // LANES
+        SUMS: tl.constexpr = BLOCK_K if TOKENS == 1 else BLOCK_K // LANES
         parts = ()
         for _ in tl.static_range(TOKENS):
-            parts = parts + (tl.zeros([ROWS, PARTS], tl.float32),)
+            parts = parts + (tl.zeros([ROWS, SUMS], tl.float32),)
         for step in tl.static_range(CHUNKS):
             now = tile.to(tl.float32)
             offs_step = step * BLOCK_K + offs_k
@@ -289,8 +311,11 @@ def gemv_kernel(
                 added = added + (parts[token] + _step_sums(now, x, TOKENS, ROWS, BLOCK_K),)
             parts = added
         sums = _row_sums(parts, TOKENS)
+        wait_for_update(PARTS, PDL)
+        updates = row_updates(tensors, sizes, first_b, offs_n, mask_n, M, outputs, TOKENS)
         for token in tl.static_range(TOKENS):
-            result = add_bias(sums[token], bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            total = sums[token] if PARTS == 0 else sums[token] + updates[token]
+            result = add_bias(total, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
             stored = mask_n if TOKENS == 1 else mask_n & (token < M)
             tl.store(y_ptr + token * N + offs_n, result, mask=stored)
         return
@@ -303,11 +328,14 @@ def gemv_kernel(
         norm_weight = _load_chunks(norm_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
     if MODE == 3 and CHUNKS == 1:
         x_weight = _load_chunks(x_weight_ptr, offs_k, mask_k, K, CHUNKS, BLOCK_K)
-    wait_for_previous(PDL)
+    first_b = first_row_b(tensors, sizes, first + rows, first + rows < N, M, outputs, TOKENS)
+    if GATED:
+        first_up_b = first_row_b(tensors, sizes, N + first + rows, first + rows < N, M, outputs, TOKENS)
+    wait_for_inputs(PARTS, PDL)
     vectors = ()
     for token in tl.static_range(TOKENS):
         at = 0 if TOKENS == 1 else tl.minimum(token, M - 1) * K
-        vector = _input_vector(
+        vector = input_vector(
             x_ptr + at,
             residual_ptr + at,
             total_ptr + at,
@@ -340,10 +368,23 @@ def gemv_kernel(
         sums = _dot_products(now, vectors, CHUNKS, TOKENS)
         if GATED:
             ups = _dot_products(also, vectors, CHUNKS, TOKENS)
-        for token in tl.static_range(TOKENS):
-            result = add_bias(sums[token], bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+        if t == 0:
+            wait_for_update(PARTS, PDL)
+        # After the dot products, when the registers of the tiles are free.
+        updates = row_updates(tensors, sizes, first_b, offs_n, mask_n, M, outputs, TOKENS)
+        if GATED:
+            up_updates = row_updates(tensors, sizes, first_up_b, N + offs_n, mask_n, M, outputs, TOKENS)
+        if t + 1 < TILES:
+            next_n = offs_n + ROWS
+            first_b = first_row_b(tensors, sizes, next_n, next_n < N, M, outputs, TOKENS)
             if GATED:
-                up = add_bias(ups[token], bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+                first_up_b = first_row_b(tensors, sizes, N + next_n, next_n < N, M, outputs, TOKENS)
+        for token in tl.static_range(TOKENS):
+            total = sums[token] if PARTS == 0 else sums[token] + updates[token]
+            result = add_bias(total, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            if GATED:
+                total = ups[token] if PARTS == 0 else ups[token] + up_updates[token]
+                up = add_bias(total, bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
                 result = apply_gate(result, up, ACTIVATION)
             stored = mask_n if TOKENS == 1 else mask_n & (token < M)
             tl.store(y_ptr + token * N + offs_n, result, mask=stored)
@@ -357,18 +398,20 @@ def gemv(
     activation: Activation | None = None,
     pdl: bool = False,
     out: Tensor | None = None,
+    update: LowRankUpdate | None = None,
 ) -> Tensor:
     """Return the GEMV of 1 to 4 rows and a weight, optionally gated.
 
     The result is x W^T + b, [M, N], or activation(x G^T) * (x U^T) for a fused gate and up projection.
 
     x: [M, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N]. x,
-    weight and bias have one dtype, here and below. out: output tensor, contiguous. With `pdl` the preceding kernel may
-    write everything but the weights.
+    weight and bias have one dtype, here and below. out: output tensor, contiguous; update: added before the bias, here
+    and below. With `pdl` the preceding kernel may write everything but the weights; with an update it is the launch
+    that multiplied x by A.
     """
     plain, inputs = activation is None and plan.tiles == 1, weight.shape[1]
     assert plain or plan.block_k >= inputs, f"block_k {plan.block_k} must hold whole rows of {inputs} if gated or tiled"
-    return _launch(x, None, None, None, 0.0, weight, bias, plan, activation, pdl, out)[0]
+    return _launch(x, None, None, None, 0.0, weight, bias, plan, activation, pdl, out, update)[0]
 
 
 def normed_gemv(
@@ -382,6 +425,7 @@ def normed_gemv(
     plan: GemvPlan,
     activation: Activation | None = None,
     pdl: bool = False,
+    update: LowRankUpdate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, and return `gemv` of the sum's norm, and the sum, [M, K].
 
@@ -390,7 +434,7 @@ def normed_gemv(
     of plan.block_k elements. With `pdl` the preceding kernel may write x and the residual.
     """
     assert x_weight is None or residual is not None, "x_weight needs a residual"
-    return _launch(x, residual, x_weight, norm_weight, eps, weight, bias, plan, activation, pdl)
+    return _launch(x, residual, x_weight, norm_weight, eps, weight, bias, plan, activation, pdl, None, update)
 
 
 def _launch(
@@ -404,7 +448,8 @@ def _launch(
     plan: GemvPlan,
     activation: Activation | None,
     pdl: bool,
-    out: Tensor | None = None,
+    out: Tensor | None,
+    update: LowRankUpdate | None,
 ) -> tuple[Tensor, Tensor]:
     """Check the kernel's preconditions and launch it.
 
@@ -420,7 +465,9 @@ def _launch(
     total = x if residual is None else torch.empty_like(x)
     gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
         *(x, weight, *(x if given is None else given for given in (bias, x_weight, norm_weight, residual))),
-        *(y, total, eps, rows, outputs),
+        *(y, total),
+        *((x, x, x, x) if update is None else update.row_tensors),
+        *(eps, rows, outputs),
         K=inputs,
         TOKENS=1 if rows == 1 else FEW_ROWS,
         ROWS=plan.rows,
@@ -429,6 +476,7 @@ def _launch(
         HAS_BIAS=bias is not None,
         MODE=input_mode(norm_weight, residual, x_weight),
         ACTIVATION=0 if activation is None else activation.value,
+        **update_constants(update),
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
