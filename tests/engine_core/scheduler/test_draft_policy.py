@@ -1,6 +1,7 @@
 """The number of drafts of a step: its limits, and simulations against each fixed number."""
 
 from typing import Literal
+from unittest.mock import patch
 
 import pytest
 
@@ -9,6 +10,7 @@ from tandem.engine_core.graph_sizes import DRAFT_SIZES, MAX_VERIFY_POSITIONS, de
 from tandem.engine_core.scheduler.acceptance import Acceptance
 from tandem.engine_core.scheduler.draft_costs import DraftCosts
 from tandem.engine_core.scheduler.draft_policy import DraftPolicy
+from tandem.engine_core.sequence import Sequence
 from tests.support.draft_simulation import PLAIN, ROWS, Simulation, best_fixed, policy_of, rows_of
 
 
@@ -31,6 +33,21 @@ def test_drafts_that_are_never_right_cost_less_than_a_percent(rows: int, has_mod
     simulation = Simulation(policy, rows, 0.0)
     simulation.run(60)
     assert simulation.run(3000) >= 0.99 * rows / policy.costs.milliseconds(rows, 0, 400)
+
+
+def test_verification_that_measures_say_is_free_is_not_tried_in_every_step() -> None:
+    """Extrapolated to long contexts, a step with drafts may seem to take no longer than a plain one."""
+    table = {(rows, size): (4.7, 5.3) for rows in ROWS for size in (0, *DRAFT_SIZES)}
+    policy = DraftPolicy(DRAFT_SIZES, None, ROWS, has_model=False, costs=DraftCosts(table, (400, 4000)))
+    simulation, chosen, choose = Simulation(policy, 8, 0.0), list[int](), policy.choose
+
+    def noted(sequences: list[Sequence]) -> int:
+        chosen.append(choose(sequences))
+        return chosen[-1]
+
+    with patch.object(policy, "choose", noted):
+        simulation.run(360)
+    assert 0 < sum(map(bool, chosen[60:])) <= 120
 
 
 def test_drafts_that_become_right_are_found_and_those_that_become_wrong_are_given_up() -> None:
