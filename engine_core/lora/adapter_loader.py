@@ -52,14 +52,17 @@ class SideCopies:
     def fill(self, linears: Mapping[str, LoraLinear], slot: int, updates: Mapping[str, LayerUpdate]) -> None:
         """Copy an adapter into a slot, and wait until that is done. The stream must be the current one."""
         turns = cycle(zip(self._buffers, self._events, strict=True))
-        for (name, linear), (buffer, event) in zip(linears.items(), turns, strict=False):
-            update = updates.get(name)
-            if update is not None:
-                event.synchronize()
-                update = update.copied_to(buffer)
-            linear.fill(slot, update)
-            event.record(self._stream)
-        self._stream.synchronize()
+        try:
+            for (name, linear), (buffer, event) in zip(linears.items(), turns, strict=False):
+                update = updates.get(name)
+                if update is not None:
+                    event.synchronize()
+                    update = update.copied_to(buffer)
+                linear.fill(slot, update)
+                event.record(self._stream)
+        finally:
+            # Also after an error: the next adapter overwrites the buffers.
+            self._stream.synchronize()
 
 
 class ThreadedLoader:

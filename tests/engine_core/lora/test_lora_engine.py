@@ -2,14 +2,14 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from msgspec import structs
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.kernels.kernel_set import torch_kernels
-from tandem.engine_core.layers.lora_linear import LoraSlots
+from tandem.engine_core.lora import adapter_files
 from tandem.engine_core.lora.adapter_loader import ThreadedLoader
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.device_memory import adapter_bytes
@@ -310,14 +310,17 @@ def test_loads_and_unloads_disturb_no_stream(rounds: int, model: Path) -> None:
 
 def test_adapters_are_read_with_one_thread_of_torch(model: Path) -> None:
     """More of them would take cores from the loop, which keeps all of its own."""
-    before = torch.get_num_threads()
-    found: list[int] = []
-    loader = ThreadedLoader(
-        LoraSlots(1, 4, torch_kernels().group_tokens), 1, lambda: found.append(torch.get_num_threads())
-    )
-    loader.read(1, str(model), "")
-    loader.wait()
-    assert found == [1] and torch.get_num_threads() == before
+    before, found, update = torch.get_num_threads(), list[int](), adapter_files._Reader.update
+    engine = LoraEngine.start(model)
+    write_adapter(model.parent / "a", model)
+
+    def noted(reader: adapter_files._Reader, own: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return update(reader, own)
+
+    with patch.object(adapter_files._Reader, "update", noted):
+        assert engine.load("a", model.parent / "a").ok
+    assert len(found) > 1 and set(found) == {1} and torch.get_num_threads() == before
 
 
 def test_an_engine_without_adapters_refuses_them(model: Path) -> None:
