@@ -1,5 +1,7 @@
 """The engine of the benchmark of drafts."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,16 @@ import pytest
 from benchmarks.bench_speculation import Bench
 from tandem.protocol.engine_options import EngineOptions
 from tests.support.model_folder import write_model
+
+
+@pytest.fixture(autouse=True)
+def _logger() -> Iterator[None]:
+    """A `Bench` keeps the log of its engine: leave the logger as it was."""
+    logger = logging.getLogger("tandem")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 def test_a_refused_request_ends_the_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.support.refusals import numbers_in
 
 
 def test_short_stages_are_details(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="tandem")
     clock, held = FakeClock(), [0]
     log = StartLog(clock, lambda: held[0])
     clock.advance(2.0)
