@@ -192,7 +192,7 @@ def fill_inputs(runtime: TorchRuntime, bucket: GraphBucket) -> None:
 
 def timed_position(max_len: int) -> int:
     """Return the position of the rows of timed decode steps, for sequences of up to max_len positions."""
-    return min(TIMED_POSITION, max_len - 2)
+    return min(TIMED_POSITION, max(0, max_len - 2))
 
 
 def distinct_rows(bucket: GraphBucket, max_rows: int, max_len: int) -> tuple[list[int], list[int]]:
