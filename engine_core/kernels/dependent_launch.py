@@ -8,7 +8,8 @@ of recurrent states rely on this.
 Two exceptions:
 
 - `paged_prefill` launched next to `paged_decode` waits only at its end. Its successor may start while both still run,
-  and once it has waited for `paged_prefill` it has waited for both. That successor is a matmul, never `paged_decode`.
+  and once it has waited for `paged_prefill` it has waited for both. That successor reads the output of both
+  after its wait, as a matmul or the gate of gated attention does; it is never `paged_decode`.
 - A GEMV that adds updates of adapters reads its inputs before it waits: the launch before it, which multiplies them by
   A, has waited for them (see `kernels.lora.low_rank_update`). It lets its successor start before its own wait, too.
 """
