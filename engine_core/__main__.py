@@ -41,6 +41,9 @@ from tandem.protocol.transport_options import add_transport_arguments, transport
 
 logger = logging.getLogger("engine_core")
 
+SWITCH_SECONDS = 0.0005
+"""Switch interval of the interpreter: with Python's 5 ms a thread that reads an adapter delays the loop by as much."""
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line of the process."""
@@ -112,6 +115,7 @@ def serve(arguments: argparse.Namespace) -> None:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
         freeze_heap()
+        sys.setswitchinterval(SWITCH_SECONDS)
         status.stats.start_seconds = process_seconds()
         status.enter(Phase.READY, 100)
         heartbeat.announce()
