@@ -79,7 +79,7 @@ class TritonExperts(Experts):
         shared: SharedOutput | None = None,
         quantized: QuantizedActivation | None = None,
     ) -> Tensor:
-        """Implement `Experts.run`."""
+        """Implement `ExpertWeights.run`."""
         (gate_up, down), pdl = self._stored, self.gpu.pdl
         if routed.pairs is None:
             first, last = self._plan("gate_up", x, routed, None), self._plan("down", x, routed, None)

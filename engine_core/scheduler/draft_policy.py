@@ -24,7 +24,8 @@ text begins or ends to repeat."""
 MIN_GAIN = 0.01
 """Share by which tokens per millisecond have to exceed those of plain steps: less is lost in the noise of estimates."""
 LEAST_COST = 0.05
-"""Least share of a plain step that a probe counts as taking, as measured steps may say that verification is free."""
+"""Minimum cost of a probe, as a share of a plain step: by measured costs verification may be free, and each step would
+probe."""
 MAX_PROBES = 4
 """Maximum number of probes that plain steps save up for, without positions to make up for: new requests have none."""
 CATCH_UP_STEPS = 256
@@ -109,7 +110,6 @@ class DraftPolicy:
     def _probe(self, rows: int, context: float, plain: float, gaps: list[int]) -> int:
         """Return the fewest drafts if plain steps have taken long enough to pay for them, else 0."""
         size = self.sizes[0]
-        # Measured costs may say that verification is free: probes would take every step.
         verify = max(LEAST_COST * plain, self.costs.milliseconds(rows, size, context) - plain)
         cost = verify + self.costs.catch_up_ms(min(gaps, default=0))
         self._room_ms = min(self._room_ms + PROBE_SHARE * plain, max(MAX_PROBES * verify, cost))

@@ -9,7 +9,7 @@ from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 
 @dataclass(frozen=True, slots=True)
 class LoraUpdates:
-    """Fields are as in `kernels.reference.lora.add_lora`."""
+    """The updates of one projection. Fields are the arguments of `kernels.reference.lora.add_lora`."""
 
     tokens: AdapterTokens
     a: Tensor
