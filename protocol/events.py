@@ -392,6 +392,17 @@ class Inspection(Event, frozen=True, array_like=True, tag=5):
     """None if no step verifies drafts."""
 
 
+class PauseFacts(Struct, frozen=True, array_like=True):
+    """Pause of an engine by its operators."""
+
+    mode: PauseMode | None
+    """Mode of the pause in force, also while it still drains; None without one."""
+    refuses_new: bool
+    """True if requests that arrive are refused because of the pause."""
+    is_complete: bool
+    """True once no step is in flight."""
+
+
 class Heartbeat(Event, frozen=True, array_like=True, tag=3):
     """Heartbeat of an engine, published at a fixed interval to all listeners."""
 
@@ -408,6 +419,8 @@ class Heartbeat(Event, frozen=True, array_like=True, tag=3):
     """The weights; None: they cannot change."""
     swap: SwapFacts | None = None
     """The swap of weights; None: there cannot be one."""
+    pause: PauseFacts | None = None
+    """The pause; None before the engine is built."""
 
 
 class Closed(Event, frozen=True, array_like=True, tag=6):

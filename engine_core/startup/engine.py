@@ -74,7 +74,7 @@ from tandem.engine_core.startup.weights import build_swaps, open_active
 from tandem.engine_core.weight_swaps import WeightSwaps
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
-from tandem.protocol.events import Limits, ModelFacts, Phase
+from tandem.protocol.events import Limits, ModelFacts, PauseFacts, Phase
 from tandem.protocol.logs import with_fields
 from tandem.protocol.model_folder import template_fingerprint
 from tandem.protocol.stats import EngineStats
@@ -234,8 +234,10 @@ def build_engine(
         adapters,
         given_weights,
     )
+    control = engine.control
+    status.pause = lambda: PauseFacts(control.pause.mode, control.pause.refuses_new, bool(status.stats.paused))
     if switch is not None:
-        control, place = engine.control, parts.device.torch_device
+        place = parts.device.torch_device
 
         def note_update() -> None:
             nonlocal is_updated

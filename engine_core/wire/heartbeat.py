@@ -12,7 +12,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tandem.engine_core.wire.client_keys import ClientKeys
 from tandem.protocol.codec import encode
-from tandem.protocol.events import AdapterList, Heartbeat, Phase, SwapFacts, WeightFacts
+from tandem.protocol.events import AdapterList, Heartbeat, PauseFacts, Phase, SwapFacts, WeightFacts
 from tandem.protocol.rate_limited_log import RateLimitedLog
 from tandem.protocol.sockets import Transport, bind_heartbeat
 from tandem.protocol.stats import EngineStats
@@ -71,6 +71,8 @@ class Status:
         self.weights: WeightFacts | None = None
         self.swap: Callable[[], SwapFacts | None] = lambda: None
         """Returns the state of the swap, from any thread."""
+        self.pause: Callable[[], PauseFacts | None] = lambda: None
+        """Returns the state of the pause, from any thread."""
 
     def enter(self, phase: Phase, percent: int = 0, detail: str = "") -> None:
         """Set phase, percent done and detail.
@@ -86,7 +88,7 @@ class Status:
         stats = self.stats
         pending = stats.running + stats.waiting
         given = self.epoch, self.phase, self.percent, self.detail, pending, stats, self.adapters, self.weights
-        return Heartbeat(*given, self.swap())
+        return Heartbeat(*given, self.swap(), self.pause())
 
 
 class HeartbeatPublisher:

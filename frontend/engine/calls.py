@@ -26,7 +26,7 @@ from tandem.protocol.commands import (
     UpdateWeights,
     WakeUp,
 )
-from tandem.protocol.events import Answer, Inspection, SwapFacts
+from tandem.protocol.events import Answer, Heartbeat, Inspection, PauseFacts
 
 CALL_SECONDS = 10.0
 """Seconds after which a call fails; the engine replies between two steps."""
@@ -51,6 +51,12 @@ EngineCall = (
     | WakeUp
 )
 EngineReply = Answer | Inspection
+ReadCall = Inspect | InspectSwap
+
+
+def pause_of(inspection: Inspection) -> PauseFacts:
+    """Return the pause in an inspection."""
+    return PauseFacts(inspection.pause_mode, inspection.refuses_new, bool(inspection.stats.paused))
 
 
 class EngineCalls:
@@ -71,9 +77,9 @@ class EngineCalls:
         self._timeout = timeout
         self._adapter_timeout = adapter_timeout
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Future[EngineReply]] = {}
-        self._inspections: dict[int, int] = {}
-        """Open inspections of the swap by number, with the heartbeats that have come during a change of the weights."""
+        self._open: dict[int, asyncio.Future[EngineReply | Heartbeat]] = {}
+        self._reads: dict[int, int] = {}
+        """Open calls that only read, by number, with the heartbeats that have come during a change of the weights."""
 
     @property
     def num_open(self) -> int:
@@ -146,32 +152,35 @@ class EngineCalls:
         return await self._change(CancelSwap)
 
     async def inspect_swap(self) -> Answer:
-        """Return the state of the swap in an answer.
+        """Return the state of the swap in an answer."""
+        reply = await self._read(InspectSwap)
+        if isinstance(reply, Heartbeat):
+            return Answer(0, True, swap=reply.swap)
+        assert isinstance(reply, Answer), reply
+        return reply
 
-        An engine that loads or receives weights answers no calls: then heartbeats have it (`note_swap`).
+    async def inspect_pause(self) -> PauseFacts:
+        """Return the state of the pause."""
+        reply = await self._read(Inspect)
+        if isinstance(reply, Heartbeat):
+            assert reply.pause is not None, reply
+            return reply.pause
+        assert isinstance(reply, Inspection), reply
+        return pause_of(reply)
+
+    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Answer reads by a heartbeat that was sent during a change of the weights, as the engine then cannot.
+
+        The first one may have been sent before the call, which the engine perhaps has answered, so only the second one
+        counts.
         """
-
-        def make(call: int) -> InspectSwap:
-            number.append(call)
-            self._inspections[call] = 0
-            return InspectSwap(call)
-
-        number: list[int] = []
-        try:
-            return await self._change(make)
-        finally:
-            self._inspections.pop(number[0], None)
-
-    def note_swap(self, facts: SwapFacts | None, is_changing: bool) -> None:
-        """Answer inspections of the swap by a heartbeat's facts if the engine cannot.
-
-        is_changing: True if it was sent during a change of the weights. The first one may have been sent before the
-        call, which the engine perhaps has answered, so only the second one counts.
-        """
-        for number in list(self._inspections) if facts is not None and is_changing else ():
-            self._inspections[number] += 1
-            if self._inspections[number] > 1:
-                self.answer(Answer(number, True, swap=facts))
+        if heartbeat.weights is None or heartbeat.weights.state != "changing" or heartbeat.pause is None:
+            return
+        for number in self._reads:
+            self._reads[number] += 1
+            future = self._open[number]
+            if self._reads[number] > 1 and not future.done():
+                future.set_result(heartbeat)
 
     async def sleep(self, level: int, mode: PauseMode) -> Answer:
         """Have the engine sleep, however long its requests and the copy of its weights take."""
@@ -183,7 +192,9 @@ class EngineCalls:
 
     async def is_sleeping(self) -> bool:
         """Return whether memory of the engine is released."""
-        return bool((await self.inspect()).stats.sleeping)
+        reply = await self._read(Inspect)
+        assert isinstance(reply, Inspection | Heartbeat), reply
+        return bool(reply.stats.sleeping)
 
     async def _change(self, make: Callable[[int], EngineCall]) -> Answer:
         reply = await self._ask(make, None)
@@ -191,8 +202,10 @@ class EngineCalls:
         return reply
 
     async def inspect(self) -> Inspection:
-        """Return a snapshot of the scheduler."""
-        reply = await self._ask(Inspect, self._timeout)
+        """Return a snapshot of the scheduler, which heartbeats lack."""
+        reply = await self._read(Inspect)
+        if isinstance(reply, Heartbeat):
+            raise unavailable("the engine is replacing its weights, going to sleep or waking; try again later")
         assert isinstance(reply, Inspection), reply
         return reply
 
@@ -213,11 +226,22 @@ class EngineCalls:
         assert isinstance(reply, Answer), reply
         return reply
 
+    async def _read(self, make: Callable[[int], ReadCall]) -> EngineReply | Heartbeat:
+        """Return the reply to a call that only reads, or a heartbeat in its place (`note_heartbeat`)."""
+        return await self._ask(make, self._timeout, is_read=True)
+
     async def _ask(
-        self, make: Callable[[int], EngineCall], timeout: float | None, remedy: str = "try again later"
-    ) -> EngineReply:
+        self,
+        make: Callable[[int], EngineCall],
+        timeout: float | None,
+        remedy: str = "try again later",
+        *,
+        is_read: bool = False,
+    ) -> EngineReply | Heartbeat:
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
+        if is_read:
+            self._reads[number] = 0
         try:
             self._send(make(number))
             return await asyncio.wait_for(future, timeout)
@@ -225,3 +249,4 @@ class EngineCalls:
             raise unavailable(f"the engine did not answer within {timeout:g} s; {remedy}") from None
         finally:
             del self._open[number]
+            self._reads.pop(number, None)

@@ -329,7 +329,7 @@ class EngineClient:
         if broken is not None and broken[0] == heartbeat.engine_epoch and now - broken[1] < STALE_SECONDS:
             return
         self._watch.observe(heartbeat)
-        self.calls.note_swap(heartbeat.swap, heartbeat.weights is not None and heartbeat.weights.state == "changing")
+        self.calls.note_heartbeat(heartbeat)
         if heartbeat.phase is Phase.READY:
             self._learn_adapters(heartbeat.engine_epoch, heartbeat.adapters)
         self._load.observe(heartbeat, self.facts.limits if self.facts is not None else None)

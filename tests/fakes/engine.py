@@ -43,6 +43,7 @@ from tandem.protocol.events import (
     Inspection,
     Limits,
     ModelFacts,
+    PauseFacts,
     Phase,
     Ready,
     Refused,
@@ -206,7 +207,9 @@ class FakeEngine:
         self.stats.running = len(self._running)
         weights = WeightFacts("1", "sleeping", asleep=self.asleep) if self.asleep else self.weights
         given = self.epoch, self.phase, self.percent, self.detail, len(self._running), self.stats
-        return Heartbeat(*given, weights=weights, swap=self.swap)
+        mode, refuses = (self.pause.mode, self.pause.refuse_new) if self.pause else (None, False)
+        pause = PauseFacts(mode, refuses, bool(self.stats.paused))
+        return Heartbeat(*given, weights=weights, swap=self.swap, pause=pause)
 
     def _drain(self, router: zmq.Socket[bytes]) -> None:
         while router.poll(0):

@@ -32,6 +32,8 @@ Closed 6: message
 Failure: request_id code message retry_after
 Finished: request_id reason stop_token_id
 Heartbeat 3: engine_epoch phase percent detail pending stats adapters weights swap
+    pause
+PauseFacts: mode refuses_new is_complete
 SwapWeights 12: call path running grace activate version
 CancelSwap 13: call
 InspectSwap 14: call

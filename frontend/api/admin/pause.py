@@ -12,7 +12,7 @@ from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, unsupported
 from tandem.frontend.request.schema import Schema, closed
 from tandem.protocol.commands import PAUSE_MODES, PauseMode
-from tandem.protocol.events import Inspection
+from tandem.protocol.events import PauseFacts
 
 DEFAULT_MODE: PauseMode = "abort"
 NEW_REQUESTS = ("hold", "refuse")
@@ -32,20 +32,20 @@ _TRUE, _FALSE = ("true", "1", "t", "yes", "y", "on"), ("false", "0", "f", "no", 
 _NOT_READY = error_response("Not ready; try again later.")
 
 
-def pause_status(inspection: Inspection) -> PauseStatus:
+def pause_status(pause: PauseFacts) -> PauseStatus:
     """Return whether an engine runs, drains its pipeline for a pause, or is paused."""
-    if inspection.pause_mode is None:
+    if pause.mode is None:
         return "running"
-    return "paused" if inspection.stats.paused else "pausing"
+    return "paused" if pause.is_complete else "pausing"
 
 
-def pause_body(inspection: Inspection) -> dict[str, Any]:
-    """Convert the pause in an inspection to JSON.
+def pause_body(pause: PauseFacts) -> dict[str, Any]:
+    """Convert a pause to JSON.
 
     Its mode is null while the engine runs.
     """
-    status, mode = pause_status(inspection), inspection.pause_mode
-    new_requests = None if mode is None else NEW_REQUESTS[inspection.refuses_new]
+    status, mode = pause_status(pause), pause.mode
+    new_requests = None if mode is None else NEW_REQUESTS[pause.refuses_new]
     return {"is_paused": status == "paused", "status": status, "mode": mode, "new_requests": new_requests}
 
 
@@ -97,7 +97,7 @@ def pause_router(service: Service) -> APIRouter:
     )
     async def get_pause() -> dict[str, Any]:
         """Tell whether the engine is paused, and in which mode."""
-        return pause_body(await calls.inspect())
+        return pause_body(await calls.inspect_pause())
 
     @router.post(
         "/admin/pause",

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from tandem.frontend.api.admin.pause import PAUSE, pause_body
 from tandem.frontend.api.openapi import error_response, json_response, takes
 from tandem.frontend.api.service import Service
+from tandem.frontend.engine.calls import pause_of
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.field_types import String
 from tandem.frontend.request.fields import BodyFormat, Field
@@ -33,7 +34,7 @@ def inspection_body(inspection: Inspection, limits: Limits) -> dict[str, Any]:
     stats = inspection.stats
     return {
         "policy": inspection.policy,
-        "pause": pause_body(inspection),
+        "pause": pause_body(pause_of(inspection)),
         "queue": {
             "waiting": stats.waiting,
             "oldest_wait": round(stats.oldest_wait, 3),

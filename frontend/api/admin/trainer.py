@@ -85,7 +85,7 @@ def trainer_router(service: Service) -> APIRouter:
     )
     async def is_paused() -> dict[str, bool]:
         """Tell whether the engine is paused or about to be."""
-        return {"is_paused": (await calls.inspect()).pause_mode is not None}
+        return {"is_paused": (await calls.inspect_pause()).mode is not None}
 
     @router.get(
         "/server_info",

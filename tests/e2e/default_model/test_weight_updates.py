@@ -94,6 +94,7 @@ def test_a_trainer_updates_a_server_until_it_dies(serving: Serving) -> None:
         trainer.send(2, buffers=2)
         sending = others.submit(trainer.call, "update_weights", {"update_info": trainer.update_info}, 409)
         trainer.await_stop()
+        assert is_paused(serving), "heartbeats say so while the engine receives"
         trainer.kill()
         sending.result()
         status, refused = held.result()

@@ -9,9 +9,11 @@ from tandem.frontend.engine.calls import EngineCall, EngineCalls
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.protocol.commands import PAUSE_MODES, EndSession, SetPolicy
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Answer, Inspection, SwapFacts
+from tandem.protocol.events import Answer, Heartbeat, Inspection, PauseFacts, Phase, SwapFacts, WeightFacts, WeightState
 from tandem.protocol.stats import EngineStats
 from tests.support.refusals import raises_api_error
+
+NO_PAUSE = PauseFacts(None, False, False)
 
 
 def test_each_call_gets_its_own_reply() -> None:
@@ -63,30 +65,63 @@ def test_calls_of_adapters_have_a_time_of_their_own(ask: Callable[[EngineCalls],
     asyncio.run(wait_in_vain())
 
 
+def beat(state: WeightState, swap: SwapFacts, pause: PauseFacts | None = NO_PAUSE, sleeping: int = 0) -> Heartbeat:
+    stats = EngineStats(sleeping=sleeping)
+    return Heartbeat(1, Phase.READY, 100, "", 0, stats, None, WeightFacts("3", state), swap, pause)
+
+
 def test_a_swap_is_inspected_by_heartbeats_while_the_engine_answers_nothing() -> None:
     async def inspect() -> None:
         sent: list[EngineCall] = []
         calls = EngineCalls(sent.append)
         before, after = (SwapFacts(state, "/new", 40, "/old", "3") for state in ("loading", "staged"))
-        calls.note_swap(before, True)
+        calls.note_heartbeat(beat("changing", before))
         first = asyncio.create_task(calls.inspect_swap())
         while not sent:
             await asyncio.sleep(0)
-        calls.note_swap(before, True)  # It may be older than the call.
-        calls.note_swap(after, False)
+        calls.note_heartbeat(beat("changing", before))  # It may be older than the call.
+        calls.note_heartbeat(beat("ready", after))
         second = asyncio.create_task(calls.inspect_swap())
         while len(sent) < 2:
             await asyncio.sleep(0)
         assert not first.done()
-        calls.note_swap(before, True)
-        assert await first == Answer(sent[0].call, True, swap=before)
+        calls.note_heartbeat(beat("changing", before))
+        assert (await first).swap == before
         calls.answer(Answer(sent[1].call, True, swap=after))
-        calls.note_swap(before, True)
+        calls.note_heartbeat(beat("changing", before))
         assert (await second).swap == after
-        calls.note_swap(before, True)
+        calls.note_heartbeat(beat("changing", before))
         assert calls.num_open == 0
 
     asyncio.run(inspect())
+
+
+def test_heartbeats_answer_every_read_while_the_weights_change() -> None:
+    async def read() -> None:
+        sent: list[EngineCall] = []
+        calls = EngineCalls(sent.append)
+        paused = asyncio.create_task(calls.inspect_pause())
+        asleep = asyncio.create_task(calls.is_sleeping())
+        scheduler = asyncio.create_task(calls.inspect())
+        changed = asyncio.create_task(calls.set_policy("fcfs"))
+        while len(sent) < 4:
+            await asyncio.sleep(0)
+        swap, pause = SwapFacts("idle", "", 0, "/old", "3"), PauseFacts("keep", False, True)
+        for found in (beat("changing", swap, None), beat("sleeping", swap, pause), beat("ready", swap, pause)):
+            for _ in range(2):
+                calls.note_heartbeat(found)
+        await asyncio.sleep(0)
+        assert calls.num_open == 4, "the engine answers these itself, or its version does not report a pause"
+        for _ in range(2):
+            calls.note_heartbeat(beat("changing", swap, pause, sleeping=1))
+        assert (await paused, await asleep) == (pause, True)
+        with raises_api_error(503, ErrorCode.ENGINE_UNAVAILABLE):
+            await scheduler
+        assert not changed.done(), "a call that changes something waits for its reply"
+        calls.answer(Answer(sent[3].call, True))
+        assert (await changed, calls.num_open) == ("", 0)
+
+    asyncio.run(read())
 
 
 def test_a_call_that_cannot_be_sent_is_forgotten() -> None:

@@ -8,9 +8,10 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.api.admin.pause import pause_body
+from tandem.frontend.engine.calls import pause_of
 from tandem.protocol.commands import PAUSE_MODES, Pause, PauseMode
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Inspection
+from tandem.protocol.events import Inspection, WeightFacts
 from tandem.protocol.stats import EngineStats
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
@@ -35,8 +36,8 @@ shared, engine, server = shared_fixtures()
 def test_state_of_an_inspection_is_converted_to_json(
     mode: PauseMode | None, refuses: bool, gauge: int, body: dict[str, Any]
 ) -> None:
-    stats = EngineStats(paused=gauge)
-    assert pause_body(Inspection(1, "fcfs", stats, 0, 0, [], [], 0, mode, refuses)) == body
+    inspection = Inspection(1, "fcfs", EngineStats(paused=gauge), 0, 0, [], [], 0, mode, refuses)
+    assert pause_body(pause_of(inspection)) == body
 
 
 @pytest.mark.parametrize("mode", PAUSE_MODES)
@@ -117,3 +118,18 @@ def test_pause_routes_need_an_api_key_with_the_right_admin(engine: FakeEngine, s
         assert engine.pause is None
     finally:
         running.stop()
+
+
+@pytest.mark.parametrize(("mode", "paused"), [(None, False), ("keep", True), ("wait", True)])
+def test_reads_are_answered_while_a_long_change_of_the_weights_occupies_the_engine(
+    server: RunningServer, engine: FakeEngine, mode: PauseMode | None, paused: bool
+) -> None:
+    engine.mute, engine.weights = True, WeightFacts("3", "changing")
+    if mode is not None:
+        engine.pause, engine.stats.paused = Pause(0, mode, False), 1
+    assert get(server.url + "/is_paused").json() == {"is_paused": paused}
+    status = "paused" if paused else "running"
+    assert (get(server.url + PAUSE).json()["status"], get(server.url + PAUSE).json()["mode"]) == (status, mode)
+    assert get(server.url + "/is_sleeping").json() == {"is_sleeping": False}
+    response = get(server.url + "/admin/scheduler")
+    assert (response.status_code, error_of(response)["code"]) == (503, ErrorCode.ENGINE_UNAVAILABLE)
