@@ -80,6 +80,7 @@ L5_NAMES = (
             "model_weights",
             "weight_updates",
             "stage_checkpoint",
+            "staged_values",
             "checkpoint_stager",
             "checkpoint_copy",
             "weights",

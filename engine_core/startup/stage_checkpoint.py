@@ -11,31 +11,31 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec import structs
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.layers.kv_scales import KEY_NAMES, VALUE_NAMES
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.error_text import printable
 from tandem.engine_core.loader.fit import IGNORED_SUFFIXES
-from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
+from tandem.engine_core.loader.header import StoredTensor
 from tandem.engine_core.loader.regular_file import open_regular
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
-from tandem.engine_core.loader.source_file import SourceFile, memory_of
+from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import open_checkpoint, read_config
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.startup.checkpoint_copy import CHUNK_BYTES, TEMPLATES, fill_copy
+from tandem.engine_core.startup.staged_values import KV_SCALES, check_values, read_stored
 from tandem.protocol.model_folder import template_fingerprint
 
-_SCALES = ("scale", "scales", "scale_inv", "scale_2", "global_scale", "scale_weight")
-"""Last parts of the names of scales."""
-_FREE = (*IGNORED_SUFFIXES, *(f".self_attn.{name}" for name in (*KEY_NAMES, *VALUE_NAMES)))
+_FREE = (*IGNORED_SUFFIXES, *KV_SCALES)
 """Suffixes of tensors that a checkpoint may have or lack: KV scales are calibrated then."""
 _MAX_NAMED = 3
+_CONTEXT = 60
+"""Characters that an error shows before the first difference of two long values."""
 _READ = (".safetensors", ".json", ".jinja")
 """Suffixes of the files that are read."""
 
@@ -59,7 +59,7 @@ def check_swap(base: Path, folder: Path) -> None:
     Raises ConfigError with the first difference and both of its values.
     """
     check_files(folder)
-    ours, theirs = read_config(base), read_config(folder)
+    ours, theirs = _without_tensors(read_config(base)), _without_tensors(read_config(folder))
     if ours.architecture != theirs.architecture:
         raise ConfigError(f"the architecture is {theirs.architecture}, that of {base} is {ours.architecture}")
     fields = structs.asdict(theirs)
@@ -67,7 +67,7 @@ def check_swap(base: Path, folder: Path) -> None:
         if name == "dtype":
             continue  # Weights are cast to the engine's.
         if value != fields[name]:
-            raise ConfigError(f"{name} is {_short(fields[name])}, that of {base} is {_short(value)}")
+            raise _difference(name, fields[name], value, base)
     facts: dict[str, Callable[[Path], object]] = {
         "tokenizer.json": lambda path: _digest(path / "tokenizer.json"),
         "the chat template": template_fingerprint,
@@ -75,12 +75,22 @@ def check_swap(base: Path, folder: Path) -> None:
     }
     for what, read in facts.items():
         if (found := read(folder)) != (held := read(base)):
-            raise ConfigError(f"{what} is {_short(found)}, that of {base} is {_short(held)}")
-    _check_tensors(open_checkpoint(base, ours), open_checkpoint(folder, theirs))
+            raise _difference(what, found, held, base)
+    held, found = open_checkpoint(base, ours), open_checkpoint(folder, theirs)
+    _check_tensors(held, found)
+    check_values(held, found, theirs)
+
+
+def _without_tensors(config: ModelConfig) -> ModelConfig:
+    """Return a configuration without the names of stored tensors, some of which a checkpoint may have or lack."""
+    quantization = config.quantization
+    if quantization is None:
+        return config
+    return structs.replace(config, quantization=replace(quantization, stored=None, stored_as={}, unmatched=None))
 
 
 def _check_tensors(base: Checkpoint, found: Checkpoint) -> None:
-    """Check names, shapes and dtypes of tensors, the order of their inputs, and their scales."""
+    """Check names, shapes and dtypes of tensors, and whether their inputs have an order."""
     held = {name: tensor for name, tensor in base.tensors.items() if not name.endswith(_FREE)}
     given = {name: tensor for name, tensor in found.tensors.items() if not name.endswith(_FREE)}
     for words, names in (("lacks", held.keys() - given.keys()), ("has", given.keys() - held.keys())):
@@ -96,25 +106,14 @@ def _check_tensors(base: Checkpoint, found: Checkpoint) -> None:
         if name.endswith("g_idx") and _is_sorted(tensor) != _is_sorted(other):
             given_word, held_word = ("an order", "none") if _is_sorted(other) else ("no order", "one")
             raise ConfigError(f"{name} has {given_word} of its inputs (act-order), in {base.directory} {held_word}")
-    for name, tensor in found.tensors.items():
-        if name.rpartition(".")[2].endswith(_SCALES) and not bool(_read(tensor).float().isfinite().all()):
-            raise ConfigError(f"{name} holds a scale that is not finite")
     head = ("model.embed_tokens.weight", "lm_head.weight")
     if found.tensors_differ(*head) != base.tensors_differ(*head):
         raise ConfigError(f"{' and '.join(head)} are equal in one of {found.directory} and {base.directory} only")
 
 
 def _is_sorted(tensor: StoredTensor) -> bool:
-    groups = _read(tensor).flatten()
+    groups = read_stored(tensor).flatten()
     return bool((groups[1:] >= groups[:-1]).all())
-
-
-def _read(tensor: StoredTensor) -> torch.Tensor:
-    """Read a whole tensor."""
-    found = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
-    with SourceFile(tensor.path) as file:
-        file.read_into(memory_of(found), tensor.start)
-    return found
 
 
 def _digest(file: Path) -> str:
@@ -132,8 +131,18 @@ def _json(file: Path) -> Any:
     return {k: v for k, v in fields.items() if k != "transformers_version"} if isinstance(fields, dict) else fields
 
 
-def _short(value: object) -> str:
-    text = printable(str(value))
+def _difference(what: str, found: object, held: object, base: Path) -> ConfigError:
+    """Return the error that names both values; of ones that read the same, the details from the first difference on."""
+    texts = str(found), str(held)
+    if texts[0] == texts[1]:
+        texts = repr(found), repr(held)
+        same = next((at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
+        texts = texts[0][max(0, same - _CONTEXT) :], texts[1][max(0, same - _CONTEXT) :]
+    return ConfigError(f"{what} is {_short(texts[0])}, that of {base} is {_short(texts[1])}")
+
+
+def _short(text: str) -> str:
+    text = printable(text)
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 

@@ -105,37 +105,27 @@ class EightBitLinear(QuantizedLinear):
         """List the slots of the static input scales: `input_scale`, or `activation_scale` of transformers."""
         count = len(parts or {}) or 1
         found = torch.ones(count, device=self.values.device)
-        keep = partial(self._keep_input_scale, found, f"{prefix}{name}")
+        keep = partial(self._keep_input_scale, found)
         slots = []
         for index, (projection, _, length) in enumerate(part_slices(prefix, name, parts, self.values.shape[0])):
             first, length = (0, count) if index == len(parts or {}) else (index, 1)
             slots += [
                 WeightSlot(
-                    f"{projection}.{name}",
+                    f"{projection}.{last}",
                     found,
                     0,
                     first,
                     length,
                     shapes=((), (1,), (1, 1)),
                     on_filled=keep,
-                    transform=partial(_spread, length=length),
+                    transform=partial(_checked_input_scale, f"{projection}.{last}", length),
                 )
-                for name in _INPUT_SCALES
+                for last in _INPUT_SCALES
             ]
         return slots
 
-    def _keep_input_scale(self, found: Tensor, name: str) -> None:
-        """Keep the maximum scale of a projection's parts, which have the same inputs.
-
-        Raises ConfigError for a scale that is not a positive number, so small that its inverse is infinite, or so large
-        that a step overflows.
-        """
-        if not bool(((found >= _LEAST_SCALE) & (found <= MAX_WEIGHT)).all()):
-            wrong = ", ".join(f"{scale:g}" for scale in found.tolist())
-            raise ConfigError(
-                f"{name}: its input_scale is {wrong}; it must be a positive number in each part, from "
-                f"{_LEAST_SCALE:g} to {MAX_WEIGHT:g}"
-            )
+    def _keep_input_scale(self, found: Tensor) -> None:
+        """Keep the maximum scale of a projection's parts, which have the same inputs."""
         assert self.input_scale is not None
         self.input_scale.copy_(found.max())
 
@@ -193,6 +183,18 @@ class EightBitLinear(QuantizedLinear):
 
 def _spread(scale: Tensor, length: int) -> Tensor:
     return scale.reshape(-1).expand(length)
+
+
+def _checked_input_scale(name: str, length: int, stored: Tensor) -> Tensor:
+    """Return the static input scale of a part for each of its regions, [length] float32.
+
+    Raises ConfigError for a scale that is not a positive number, so small that its inverse is infinite, or so large
+    that a step overflows.
+    """
+    scale = stored.float().item()
+    if not _LEAST_SCALE <= scale <= MAX_WEIGHT:
+        raise ConfigError(f"{name} is {scale:g}; it must be a positive number, from {_LEAST_SCALE:g} to {MAX_WEIGHT:g}")
+    return _spread(stored, length)
 
 
 def uses_w8a8(outputs: int, inputs: int, scheme: EightBitScheme) -> bool:

@@ -122,7 +122,7 @@ class GroupedLinear(QuantizedLinear):
                     0,
                     first,
                     rows,
-                    transform=partial(_repeated, count=rows),
+                    transform=partial(self._checked_groups, f"{projection}.{self.group_name}", rows),
                     dtypes=("I32", "I64"),
                     shapes=((self.inputs,),),
                     is_optional=not self.ordered_groups,
@@ -135,25 +135,15 @@ class GroupedLinear(QuantizedLinear):
         """Sort the weights by group, after loading.
 
         groups: group of each input in each part of a fused projection, [parts, inputs] int32; name: of the projection,
-        for errors. Raises ConfigError if the parts differ in their groups, and if a group is invalid or differs in size
-        from the others.
+        for errors. Raises ConfigError if the parts differ in their groups.
         """
-        first, count = groups[0], self.scales.shape[1]
-        if groups.min() < 0 or groups.max() >= count:
-            low, high = int(groups.min()), int(groups.max())
-            raise ConfigError(f"{name}: g_idx must have values from 0 to {count - 1}, not from {low} to {high}")
+        first = groups[0]
         if (groups != first).any():
             raise ConfigError(
                 f"{name}: its parts have inputs in different groups (g_idx) and cannot be fused; quantize the model "
                 "again with one order for all layers that share an input, as GPTQ tools do"
             )
         order = first.argsort(stable=True)
-        if not torch.equal(first[order], self._usual_groups()):
-            sizes = torch.bincount(first.clamp(min=0).long())
-            raise ConfigError(
-                f"{name}: g_idx must put {self.group_size} inputs into each of {self.scales.shape[1]} groups, but its "
-                f"values are from {int(first.min())} to {int(first.max())} with up to {int(sizes.max())} inputs each"
-            )
         is_usual = torch.equal(order, torch.arange(len(order), device=order.device))
         held = self.order if self.source is None else self.source.gated_order
         if held is None and self._is_filled and not is_usual:
@@ -168,6 +158,23 @@ class GroupedLinear(QuantizedLinear):
         else:
             held.copy_(order)  # CUDA graphs may hold it.
         self.sort_inputs(order)
+
+    def _checked_groups(self, name: str, count: int, stored: Tensor) -> Tensor:
+        """Return the group of each input for a number of parts, [count, inputs].
+
+        name: of the tensor, for errors. Raises ConfigError if a group is invalid or differs in size from the others.
+        """
+        num_groups = self.scales.shape[1]
+        low, high = int(stored.min()), int(stored.max())
+        if low < 0 or high >= num_groups:
+            raise ConfigError(f"{name} must have values from 0 to {num_groups - 1}, not from {low} to {high}")
+        sizes = torch.bincount(stored.long(), minlength=num_groups)
+        if (sizes != self.group_size).any():
+            raise ConfigError(
+                f"{name} must put {self.group_size} inputs into each of {num_groups} groups, but its values are from "
+                f"{low} to {high} with up to {int(sizes.max())} inputs each"
+            )
+        return stored.expand(count, -1)
 
     def sort_gated(self, order: Tensor) -> None:
         """Sort the outputs, gate and up, in place.
@@ -194,7 +201,3 @@ class GroupedLinear(QuantizedLinear):
     def _usual_groups(self) -> Tensor:
         """Return the group of each input for consecutive groups, [inputs] int32."""
         return torch.arange(self.inputs, device=self.scales.device, dtype=torch.int32) // self.group_size
-
-
-def _repeated(stored: Tensor, count: int) -> Tensor:
-    return stored.expand(count, -1)
