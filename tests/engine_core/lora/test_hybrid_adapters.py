@@ -1,21 +1,27 @@
 """Adapters of a hybrid model, whose state goes on with the adapter that it began with."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from msgspec import structs
 
 from tandem.engine_core.startup import engine as startup_engine
+from tandem.engine_core.startup.device import open_parts
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_qwen3_5 import save_random
+from tests.engine_core.test_recurrent_drafts import any_kind, know, right
 from tests.fakes.recording_gpu import oracle_attention, oracle_parts
 from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.lora_engine import LoraEngine
 from tests.support.lora_folder import merge, modules_of, write_adapter
+from tests.support.model_folder import write_model
 from tests.support.parity import VOCAB, random_tokens
+from tests.support.tiny_llama import CONFIG
 
 TARGETS = ("q_proj", "v_proj", "down_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 LENGTHS = (31, 30, 17, 70)
@@ -44,6 +50,11 @@ class Case:
         for name, path in ({"": model} | folders).items():
             driven = DrivenEngine.build(EngineOptions(model=str(path), device="cpu", **SIZES))
             self.expected[name] = driven.generate(self.prompts, [PARAMS] * len(self.prompts))
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Prompts with their answers, those of all adapters."""
+        return [[*one, *found] for own in self.expected.values() for one, found in zip(self.prompts, own, strict=True)]
 
     def check(self, engine: LoraEngine) -> dict[str, list[int]]:
         """Ask each adapter for each prompt, all at once; return the numbers of cached tokens by adapter."""
@@ -82,3 +93,45 @@ def test_graphs_of_a_hybrid_have_adapters(graphs: dict[str, str], case: Case) ->
     with patch.object(startup_engine.configuration, "resolve_device", lambda *_: "cuda"), oracle_attention():
         case.check(LoraEngine.start(case.model, case.adapters, oracle_parts, **given))
     torch.set_num_threads(before)
+
+
+DRAFTED: dict[str, dict[str, Any]] = {
+    "cpu": {"pipeline": "on", "speculate_tokens": 5},
+    "short of pages": {"pipeline": "on", "speculate_tokens": 3, "kv_tokens": 160, "max_rows": 3},
+    "graphs": {
+        "device": "cuda",
+        "max_step_tokens": 64,
+        "graph_rows": "2,6",
+        "graph_tokens": "64",
+        "speculate_tokens": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_rows_with_adapters_say_with_drafts_what_they_say_without(name: str, case: Case) -> None:
+    """Their states take in the accepted drafts, computed with the adapter of the row."""
+    given, before = SIZES | {"speculate": "ngram"} | DRAFTED[name], torch.get_num_threads()
+    on_gpu = name == "graphs"
+    device = patch.object(startup_engine.configuration, "resolve_device", lambda *_: "cuda" if on_gpu else "cpu")
+    with device, oracle_attention() if on_gpu else nullcontext():
+        engine = LoraEngine.start(case.model, case.adapters, oracle_parts if on_gpu else open_parts, **given)
+        drafter = know(engine, any_kind(4), case.texts)
+        case.check(engine)
+        drafter.guess = right
+        case.check(engine)
+    torch.set_num_threads(before)
+    stats = engine.engine.stats
+    assert 60 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens
+    assert (stats.preemptions > 0) == (name == "short of pages")
+
+
+def test_a_draft_model_drafts_for_rows_with_adapters(case: Case, tmp_path: Path) -> None:
+    """It has no adapter: its keys and values are computed by it alone."""
+    write_model(tmp_path, structs.replace(CONFIG, vocab_size=VOCAB, max_positions=2304))
+    (tmp_path / "tokenizer.json").unlink()
+    given = SIZES | {"speculate": f"model:{tmp_path}", "speculate_tokens": 3, "pipeline": "on"}
+    engine = LoraEngine.start(case.model, case.adapters, **given)
+    for _ in range(2):
+        case.check(engine)
+    assert engine.engine.stats.spec_decode_num_draft_tokens > 60

@@ -106,3 +106,15 @@ def test_log_probabilities_of_prompts_and_outputs(
         np.testing.assert_allclose(found[name][prompt], expected[prompt], atol=1e-3)
     differences = np.abs(np.array(found["a"][prompt]) - found["b"][prompt])
     assert differences.mean() > 0.1
+
+
+def test_two_runs_give_the_same_bits(model: Path, adapters: dict[str, Path]) -> None:
+    """Rows of all adapters in one batch, in two engines, compared by their log-probabilities."""
+    found = []
+    for _ in range(2):
+        engine = LoraEngine.start(model, adapters, max_lora_rank=64, max_step_tokens=16)
+        ids = [engine.ask(LONG[: 9 + index], name, logprobs=3) for index, name in enumerate(["", *adapters] * 2)]
+        engine.run()
+        parts = [engine.mailbox.logprobs[CLIENT, request_id] for request_id in ids]
+        found.append([(engine.tokens(one), [part.lines for part in own]) for one, own in zip(ids, parts, strict=True)])
+    assert found[0] == found[1]
