@@ -106,10 +106,11 @@ class CudaMemory:
     ) -> None:
         """Reserve a range of addresses, which takes no memory. Raises DeviceMemoryError.
 
-        driver: `cuda.bindings.driver`; max_bytes: limit of all allocations; synchronize: waits for the device before
-        the range is freed; view: returns a tensor over memory, None for a CUDA tensor.
+        driver: `cuda.bindings.driver`; max_bytes: limit of all allocations; synchronize: waits for the device, before
+        memory is released; view: returns a tensor over memory, None for a CUDA tensor.
         """
         self._device = device
+        self._synchronize = synchronize
         self._view = view
         index = device.index or 0
         properties, flags = allocation_properties(driver, index), driver.CUmemAllocationGranularity_flags
@@ -151,6 +152,8 @@ class CudaMemory:
         return self._tensor(start, nbytes).zero_()
 
     def release(self) -> None:
+        # Unmapping does not wait for kernels that are enqueued.
+        self._synchronize()
         self._mapping.release()
 
     def restore(self) -> None:
