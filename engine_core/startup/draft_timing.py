@@ -137,6 +137,8 @@ def _clear(runtime: TorchRuntime) -> None:
         runtime.kv.draft.pool.zero_()
     if runtime.speculator is not None and runtime.speculator.model is not None:
         runtime.speculator.model.scratch.state.lengths.zero_()
+    # The first steps are uploaded on a stream of their own, which does not wait for this.
+    runtime.synchronize()
 
 
 def _time_steps(
