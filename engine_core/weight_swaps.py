@@ -141,7 +141,7 @@ class WeightSwaps:
         self._percent_loaded, self._state = 0, "loading"
         self.on_load()
         self.load(command.path, self._note_loaded)
-        return command.version or _next(self.switch.version.name)
+        return command.version or next_version(self.switch.version.name)
 
     def _note_loaded(self, done: int, total: int) -> None:
         self._percent_loaded = done * 100 // max(1, total)
@@ -181,7 +181,7 @@ class WeightSwaps:
         self.switch.reply(self._client, Answer(command.call, not problem, problem, swap=self.facts))
 
 
-def _next(version: str) -> str:
+def next_version(version: str) -> str:
     """Return a version that follows another: the next number, or one appended to a name."""
     name, _, number = version.rpartition("+")
     if version.isdecimal():

@@ -1,4 +1,4 @@
-"""File with the weights that an engine serves since a swap; an engine that takes its place reads it."""
+"""File with the weights that an engine has loaded; an engine that takes its place reads it."""
 
 import os
 from pathlib import Path
@@ -13,6 +13,8 @@ class WeightsFile(Struct, frozen=True):
     path: str = ""
     """Folder of the checkpoint; "": that of --model."""
     version: str = "0"
+    stamp: tuple[tuple[str, int, int, int, int], ...] = ()
+    """Name, device, inode, size and time of modification of its files when they were loaded; empty: unknown."""
 
 
 def read_weights_file(file: Path) -> WeightsFile:

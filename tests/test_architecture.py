@@ -81,6 +81,7 @@ L5_NAMES = (
             "weight_updates",
             "stage_checkpoint",
             "staged_values",
+            "file_stamps",
             "checkpoint_stager",
             "checkpoint_copy",
             "weights",

@@ -10,11 +10,11 @@ from threading import Thread
 from msgspec import Struct
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.startup.checkpoint_copy import CheckpointCopy
+from tandem.engine_core.startup.file_stamps import Stamp, folder_stamp
 
 PROGRAM = "tandem.engine_core.startup.stage_checkpoint"
-
-Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 class StagerRun(Struct):
@@ -106,6 +106,11 @@ class ProcessStager:
             raise ConfigError(f"the files in {path} have changed since they were staged; stage them again")
         return Path(path)
 
+    def stamp_of(self, checkpoint: Checkpoint, path: str) -> Stamp:
+        """Return the stamp that the files of a staged checkpoint had. checkpoint: that of `staged_folder`."""
+        names = {tensor.path.name for tensor in checkpoint.tensors.values()}
+        return tuple([entry for entry in self._stamps[path] if entry[0] in names])
+
     def _follow(self, run: StagerRun, process: subprocess.Popen[str]) -> None:
         reason = ""
         assert process.stdout is not None
@@ -119,16 +124,3 @@ class ProcessStager:
         code = process.returncode
         run.result = "" if code == 0 else reason or f"the process that staged it ended with code {code}"
         self.wake()
-
-
-def folder_stamp(folder: Path) -> Stamp:
-    """Return names, identities, sizes and times of the files in a folder that decide its weights."""
-    try:
-        files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
-        return tuple([_file_stamp(path.name, path.stat()) for path in files])
-    except OSError:
-        return ()
-
-
-def _file_stamp(name: str, found: os.stat_result) -> tuple[str, int, int, int, int]:
-    return name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

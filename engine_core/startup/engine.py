@@ -70,7 +70,7 @@ from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.step_timing import measure_costs
 from tandem.engine_core.startup.weight_formats import WeightFormats, weight_formats
 from tandem.engine_core.startup.weight_updates import UpdatedMark, build_updates, guard_restart, transfer_backend
-from tandem.engine_core.startup.weights import build_swaps, open_active
+from tandem.engine_core.startup.weights import ActiveFiles, build_swaps, open_active
 from tandem.engine_core.weight_swaps import WeightSwaps
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
@@ -207,17 +207,18 @@ def build_engine(
         given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
         adapters = build_adapters(*given, weight_version)
         log.mark("adapters")
-    swaps, mark = None, UpdatedMark(updated_file)
+    swaps, files, mark = None, None, UpdatedMark(updated_file)
     weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
     if switch is not None and active is not None:
-        given_swaps = switch, source, active, weights, weights_file, mailbox.wake, mark.clear
+        files = ActiveFiles(weights, source.model, active.checkpoint.directory, active.stamp)
+        given_swaps = switch, source, weights, files, weights_file, mailbox.wake, mark.clear
         swaps = build_swaps(*given_swaps, keeps_copy=options.swap_copy)
     sleep, is_updated = None, False
     if ranges is not None:
         draft = (
             None if runtime.speculator is None or runtime.speculator.model is None else runtime.speculator.model.model
         )
-        given_sleep = options, ranges, parts.device, source, weights, draft, swaps
+        given_sleep = options, ranges, parts.device, source, weights, draft, files
         sleep = build_sleep(*given_sleep, lambda: is_updated)
         log.mark("memory for sleep")
     given_weights = switch, swaps, sleep
@@ -243,8 +244,8 @@ def build_engine(
             nonlocal is_updated
             is_updated = True
             mark.set()
-            if swaps is not None:
-                swaps.active_path = ""  # They are in memory only.
+            if swaps is not None and files is not None:
+                swaps.active_path, files.folder = "", None  # They are in memory only.
 
         updates = build_updates(options, switch, weights, source.model, place, mailbox.wake, note_update)
         control.updates = updates

@@ -1,6 +1,7 @@
 """Replacement of a running model's weights, in the storage that captured graphs read."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -52,23 +53,25 @@ class ModelWeights:
         load_weights(self.model, checkpoint, progress)
         calibrate_kv_scales(self.model, self.layout, self.dtype, self.max_len)
 
-    def swap(self, directory: Path, active: Path | None, config: ModelConfig, progress: Progress | None = None) -> None:
-        """Replace the weights by those of a checkpoint, or load those of the active one again if that fails.
+    def swap(
+        self, directory: Path, reload: Callable[[], None], config: ModelConfig, progress: Progress | None = None
+    ) -> None:
+        """Replace the weights by those of a checkpoint, or load those before again if that fails.
 
-        active: folder of the weights so far; None: they are in no folder; progress: as in `load_weights`. Raises
+        reload: loads those before, raises ConfigError if they are in no folder; progress: as in `load_weights`. Raises
         WeightsError.
         """
         try:
             self.load(directory, config, progress)
         except Exception as error:  # Layers may raise anything on a bad checkpoint; the engine continues.
             logger.exception("%s could not be loaded", directory)
-            is_intact = active is not None and self._reload(active, config)
-            raise WeightsError(f"{directory} could not be loaded: {error}", is_intact=is_intact) from error
+            raise WeightsError(f"{directory} could not be loaded: {error}", is_intact=_succeeds(reload)) from error
 
-    def _reload(self, active: Path, config: ModelConfig) -> bool:
-        try:
-            self.load(active, config)
-        except Exception:
-            logger.exception("%s could not be loaded again either", active)
-            return False
-        return True
+
+def _succeeds(reload: Callable[[], None]) -> bool:
+    try:
+        reload()
+    except Exception:
+        logger.exception("the weights before could not be loaded again either")
+        return False
+    return True

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from tandem.engine_core.errors import ConfigError, SleepError
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
@@ -15,7 +14,7 @@ from tandem.engine_core.scheduler.sleep_switch import SleepSwitch
 from tandem.engine_core.startup.model_weights import ModelWeights
 from tandem.engine_core.startup.runtime import ModelSource
 from tandem.engine_core.startup.sleep_ranges import SleepRanges
-from tandem.engine_core.weight_swaps import WeightSwaps
+from tandem.engine_core.startup.weights import ActiveFiles
 from tandem.protocol.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -28,13 +27,13 @@ def build_sleep(
     source: ModelSource,
     weights: ModelWeights,
     draft: Model | None,
-    swaps: WeightSwaps | None,
+    files: ActiveFiles | None,
     has_updated: Callable[[], bool],
 ) -> SleepSwitch:
     """Join the parts of a sleep, and reserve memory for the weights on the host with --sleep-reserve.
 
-    draft: the draft model, None without one; swaps: None for dummy weights; has_updated: returns whether a trainer has
-    replaced these. Raises ConfigError.
+    draft: the draft model, None without one; files: of the weights, None for dummy weights; has_updated: returns
+    whether a trainer has replaced these. Raises ConfigError.
     """
     models = [weights.model] if draft is None else [weights.model, draft]
     backup: Backup = FileBackup()
@@ -47,18 +46,18 @@ def build_sleep(
             raise ConfigError(f"--sleep-reserve: {error}; leave it out") from None
 
     def reload() -> bool:
-        if swaps is None:
+        if files is None:
             if not has_updated():
                 fill_with_noise(weights.model)
             return not has_updated()
-        if swaps.active_path:
-            weights.load(Path(swaps.active_path), source.model)
-        return bool(swaps.active_path)
+        if files.folder is not None:
+            files.reload()
+        return files.folder is not None
 
     def reload_draft() -> None:
         if draft is None or source.draft is None:
             return
-        if swaps is None:
+        if files is None:
             fill_with_noise(draft)
         else:
             load_weights(draft, open_checkpoint(source.draft.directory, source.draft.model))

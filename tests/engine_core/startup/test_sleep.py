@@ -1,7 +1,9 @@
 """Engines over real models that sleep and wake on a CPU, where released memory holds zeros afterwards."""
 
 import logging
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.memory.sleeping_memory import SleepingMemory
 from tandem.engine_core.startup.engine import resolve_engine
+from tandem.engine_core.startup.model_weights import ModelWeights
 from tandem.protocol.commands import PauseMode, Sleep, StartWeightUpdate, SwapWeights, WakeUp
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Answer
@@ -171,6 +174,62 @@ def test_a_swap_fills_dropped_weights(folders: list[Path]) -> None:
     assert generate(engine) == expected(folders[1])
     assert sleep(engine, 2).ok and wake(engine).ok
     assert generate(engine) == expected(folders[1]), "the folder of the swap"
+
+
+def rewrite(folder: Path, source: Path) -> None:
+    """Put the weights of another checkpoint in place of those of a folder."""
+    shutil.copy(source / "model.safetensors", folder / "new")
+    (folder / "new").rename(folder / "model.safetensors")
+
+
+def test_files_that_changed_during_a_sleep_are_not_loaded_under_the_version_before(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders[0], tmp_path, dirs_exist_ok=True)
+    engine = TrainedEngine(tmp_path)
+    before = generate(engine)
+    weights = engine.driven.engine.control.weights
+    version = weights.version.name
+    assert sleep(engine, 2).ok
+    rewrite(tmp_path, folders[1])
+    for _ in range(2):
+        answer = wake(engine)
+        assert not answer.ok and not answer.lacks_memory and str(tmp_path) in answer.message
+        assert engine.driven.engine.stats.sleeping == 1
+    assert wake(engine, "weights").ok and weights.problem
+    assert not wake(engine).ok, "the weights are as they were"
+    assert engine.call(lambda call: SwapWeights(call, str(tmp_path))).ok
+    assert wake(engine, "kv_cache").ok
+    assert generate(engine) == expected(folders[1]) != before
+    assert weights.version.name != version
+    assert sleep(engine, 2).ok and wake(engine).ok
+    assert generate(engine) == expected(folders[1]), "the files of the swap"
+    assert sleep(engine, 1).ok
+    rewrite(tmp_path, folders[0])
+    assert wake(engine).ok, "level 1 has a copy"
+    assert generate(engine) == expected(folders[1])
+
+
+def test_weights_whose_files_have_changed_are_not_loaded_after_a_failed_swap(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folders[0], tmp_path, dirs_exist_ok=True)
+    engine = TrainedEngine(tmp_path)
+    load, weights = ModelWeights.load, engine.driven.engine.control.weights
+
+    def fail(self: ModelWeights, directory: Path, *given: Any) -> None:
+        if directory == folders[1]:
+            raise ConfigError("no")
+        load(self, directory, *given)
+
+    monkeypatch.setattr(ModelWeights, "load", fail)
+    assert not engine.call(lambda call: SwapWeights(call, str(folders[1]))).ok
+    assert weights.is_complete and generate(engine) == expected(folders[0])
+    rewrite(tmp_path, folders[1])
+    assert not engine.call(lambda call: SwapWeights(call, str(folders[1]))).ok
+    assert not weights.is_complete and weights.problem
+    assert engine.call(lambda call: SwapWeights(call, str(folders[0]))).ok
+    assert generate(engine) == expected(folders[0])
 
 
 def test_an_engine_that_keeps_its_weights_allocates_as_usual(

@@ -21,7 +21,8 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.header import read_header
 from tandem.engine_core.loader.source_file import SourceFile
 from tandem.engine_core.startup import stage_checkpoint
-from tandem.engine_core.startup.checkpoint_stager import PROGRAM, ProcessStager, folder_stamp
+from tandem.engine_core.startup.checkpoint_stager import PROGRAM, ProcessStager
+from tandem.engine_core.startup.file_stamps import folder_stamp
 from tandem.engine_core.startup.stage_checkpoint import check_swap, read_through
 from tests.support.model_folder import write_model
 
