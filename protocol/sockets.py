@@ -47,6 +47,7 @@ UNACKNOWLEDGED_MS = 5000
 """TCP_USER_TIMEOUT: time without an acknowledgement after which the kernel closes a tcp connection."""
 CONNECTION_EVENTS = (
     zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -20,8 +20,8 @@ REFUSED_KEY = (
     "the engine refuses this frontend's key; is there a client.key_secret in --curve-keys, and its public key in the "
     "folder `clients` of the engine's keys (`tandem keys DIR --client NAME`)?"
 )
-WRONG_KEY = "if it did not just end, is its engine.key the one in --curve-keys?"
-NO_KEY = "if it did not just end, it may have keys; then give --curve-keys here"
+WRONG_KEY = "is its engine.key the one in --curve-keys?"
+NO_KEY = "it may have keys; then give --curve-keys here"
 
 
 async def watch_handshakes(subscriber: zmq.asyncio.Socket, on_failure: Callable[[str], None] = lambda _: None) -> None:
@@ -29,15 +29,26 @@ async def watch_handshakes(subscriber: zmq.asyncio.Socket, on_failure: Callable[
 
     on_failure: called with the reason of each.
 
+    An engine that ends may close a connection before its handshake, which is no failure. One that has other keys does
+    so again and again.
+
     libzmq gives up after an engine has refused a key; the connection is retried here, since the key may be added later.
     """
     log = RateLimitedLog(logger)
     monitor = subscriber.get_monitor_socket(CONNECTION_EVENTS)
+    num_closed = 0
     try:
         while True:
             message = await recv_monitor_message(monitor)
             endpoint = message["endpoint"].decode()
             if message["event"] == zmq.EVENT_DISCONNECTED:
+                continue
+            if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                num_closed = 0
+                continue
+            if message["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not num_closed:
+                num_closed += 1
+                logger.info("the engine on %s closed a connection before its handshake, as one that ends", endpoint)
                 continue
             if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 hint = WRONG_KEY if subscriber.get(zmq.MECHANISM) == zmq.CURVE else NO_KEY

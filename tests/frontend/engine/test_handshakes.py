@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,37 @@ def test_the_key_of_another_engine_is_logged_on_both_sides(
     async def run() -> None:
         async with watched(engine, other):
             await said(caplog, "is its engine.key the one in --curve-keys?", "the peer has the key of another engine")
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_an_engine_closes_as_it_ends_is_no_failed_handshake(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    transport = Transport(insecure_tcp=True)
+
+    async def run() -> None:
+        context, engine_context, failures = zmq.asyncio.Context(), KeepingContext(), list[str]()
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.settimeout(LIMIT)
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        subscriber = connect_heartbeat(context, endpoint, transport)
+        watch = asyncio.create_task(watch_handshakes(subscriber, failures.append))
+        peer, _ = await asyncio.to_thread(listener.accept)
+        listener.close()
+        peer.close()
+        await said(caplog, "closed a connection before its handshake")
+        publisher = HeartbeatPublisher(engine_context, endpoint, transport, Status(7, new_stats()))
+        publisher.start()
+        await asyncio.wait_for(subscriber.recv(), LIMIT)
+        assert not failures and "failed" not in caplog.text
+        publisher.stop()
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        subscriber.close()
+        context.term()
+        engine_context.destroy(linger=0)
 
     asyncio.run(run())
 
