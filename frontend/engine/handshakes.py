@@ -29,8 +29,8 @@ async def watch_handshakes(subscriber: zmq.asyncio.Socket, on_failure: Callable[
 
     on_failure: called with the reason of each.
 
-    An engine that ends may close a connection before its handshake, which is no failure. An engine with other keys
-    closes each.
+    An engine that ends may close a connection before its handshake, which is not reported as a failure. An engine with
+    other keys closes each of them.
 
     libzmq gives up after an engine has refused a key; the connection is retried here, since the key may be added later.
     """
