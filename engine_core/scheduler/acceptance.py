@@ -5,6 +5,9 @@ from collections.abc import Sequence as Items
 PRIOR, PRIOR_WEIGHT = 0.6, 0.1
 """Probability with which a first draft is expected to be accepted before any was verified, and the number of drafts
 that this counts as."""
+LATER_SHARE = 0.05
+"""Number of drafts as which the estimate of the position before counts, as a share of the maximum weight of a single
+row: later drafts of one row are verified so rarely that their own share would be noise for a hundred steps."""
 PROBED_WEIGHT = 2.0
 """Maximum number of earlier drafts that count once steps verify none, so that a few new ones can change that."""
 RECENT_MEMORY = 0.8
@@ -53,6 +56,7 @@ class Acceptance:
 
         positions: maximum number of drafts; memory: share of the weight of earlier steps that is left after a step.
         """
+        self._later_weight = LATER_SHARE / (1 - memory)
         self._counts = Counts(positions, memory)
         self._recent = Counts(positions, min(memory, RECENT_MEMORY))
         self.survival = [0.0] * positions
@@ -86,8 +90,9 @@ class Acceptance:
         return (right - expected * tried) ** 2 > DEVIATIONS**2 * variance
 
     def _update(self) -> None:
-        before, product = PRIOR, 1.0
+        before, weight, product = PRIOR, PRIOR_WEIGHT, 1.0
         for index, (some, accepted) in enumerate(zip(self._counts.tried, self._counts.right, strict=True)):
-            before = (accepted + PRIOR_WEIGHT * before) / (some + PRIOR_WEIGHT)
+            before = (accepted + weight * before) / (some + weight)
+            weight = self._later_weight
             product *= before
             self.survival[index] = product

@@ -91,6 +91,16 @@ class TestOtherRequests:
                 break
         assert 2 <= probes <= 4
 
+    def test_one_row_has_more_drafts_soon_after_they_become_right(self) -> None:
+        """Its later drafts were hardly ever verified: their estimates follow those before them."""
+        simulation, steps = Simulation(policy_of(0.9), 1, 0.8), 0
+        simulation.run(100)
+        simulation.probability = 1.0
+        while simulation.policy.choose(simulation.sequences) < DRAFT_SIZES[-1]:
+            simulation.run(1)
+            steps += 1
+        assert steps <= 16
+
     def test_few_probes_are_saved_up(self) -> None:
         """For rows that lack no positions, while others lacked too many."""
         policy, costly, cheap = policy_of(0.9, span_ms=1000.0), rows_of(1), rows_of(1)
