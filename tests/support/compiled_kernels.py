@@ -81,8 +81,8 @@ class Compiler:
     def __init__(self, architecture: int, once: bool) -> None:
         """Compile for one architecture.
 
-        once: only the first variant of each kernel, with and without an order of inputs and adapters, except for
-        kernels with measured tiles.
+        once: only the first variant of each kernel, with and without an order of inputs, adapters and a tile for the
+        last expert, except for kernels with measured tiles.
         """
         self.architecture = architecture
         self.once = once
@@ -99,6 +99,7 @@ class Compiler:
             bool(options.get("SHARED")),
             options.get("QUANT"),
             bool(options.get("PARTS")),
+            options.get("BLOCK_TOP", 0) < options.get("TOP_K", 0),
         )
         if self.once and kernel.__name__ not in several and variant in self.seen:
             return

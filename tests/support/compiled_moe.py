@@ -59,6 +59,24 @@ def shared_experts(gpu: GpuTraits) -> Iterator[Launch]:
     hidden, down = half(2, TOP_K, WIDTH), half(EXPERTS, HIDDEN, WIDTH)
     yield lambda: down_gemv(hidden, down, None, empty_routing(2, EXPERTS, TOP_K), plan, gpu.pdl, few)
     yield lambda: combine(half(8 * TOP_K, HIDDEN), empty_routing(8, EXPERTS, TOP_K), gpu.pdl, more)
+    yield from stacked_experts(gpu)
+
+
+def stacked_experts(gpu: GpuTraits) -> Iterator[Launch]:
+    """Top-k and down projections of Qwen3.6-35B-A3B in FP8 blocks, its shared expert among the others."""
+    experts, top_k, width = 257, 9, 512
+    dtype = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
+    down, scales = half(experts, HIDDEN, width, dtype=dtype), torch.empty(experts, HIDDEN // 128, width // 128)
+    counts, switch = torch.empty(experts, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for tokens, split in ((1, 1), (8, 1), (64, 4), (512, 2)):
+        partials, rows = torch.empty(split, tokens, experts), torch.empty(tokens, dtype=torch.int32)
+        given = partials, counts, top_k - 1, Routing.TOP_K_SOFTMAX, switch, rows, 0, tokens > GEMV_TOKENS, True
+        yield lambda given=given: route(*given, gpu.pdl)
+    for tokens in (1, 4):
+        plan = choose_expert_plan(ExpertKey("down", 8, 16, HIDDEN, width, experts, top_k, tokens), gpu)
+        assert isinstance(plan, GemvPlan)
+        call = half(tokens, top_k, width), down, scales, empty_routing(tokens, experts, top_k), plan, gpu.pdl
+        yield lambda call=call: down_gemv(*call)
 
 
 def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
@@ -75,7 +93,7 @@ def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
         plan = choose_router(tokens, HIDDEN, 8 * weight.itemsize)
         yield lambda weight=weight, plan=plan: router_partials(x, weight, plan, gpu.pdl)
     rows = torch.empty(tokens, dtype=torch.int32)
-    yield lambda: route(partials, counts, TOP_K, Routing.SOFTMAX, switch, rows, 0, tokens > GEMV_TOKENS, gpu.pdl)
+    yield lambda: route(partials, counts, TOP_K, Routing.SOFTMAX, switch, rows, 0, tokens > GEMV_TOKENS, False, gpu.pdl)
 
 
 def int4_experts(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:

@@ -18,6 +18,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.eight_bit_weights import cast_weights
 from tandem.engine_core.kernels.linear.gemv import apply_gate
+from tandem.engine_core.kernels.moe.plans import tile_experts
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK, SCALED, scale_granularity
 from tandem.engine_core.kernels.moe.shared_expert import gate_weight, shared_arguments
@@ -134,13 +135,15 @@ def _down_gemv_kernel(
     SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ROWS outputs of one token, summed over its experts. The tile holds the rows of all of them.
+    """Compute ROWS outputs of one token, summed over its experts. The tile holds the rows of BLOCK_TOP of them.
 
     x: [T, TOP_K, K]; weight: [E, N, K]; ids, weights: [T, TOP_K]; out: [T, N]. A token without experts gets zeros.
-    SHARED: block of inputs of the shared expert's gate, 0 without that expert; shared_x, shared: [T, N]; gate: [N].
+    BLOCK_TOP: see `plans.tile_experts`; if it is less than TOP_K, the last expert has a tile of its own. SHARED: block
+    of inputs of the gate of a shared expert that is not one of them, 0 without it; shared_x, shared: [T, N]; gate: [N].
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     WIDE: tl.constexpr = (K + 127) // 128
+    LAST: tl.constexpr = TOP_K > BLOCK_TOP
     token = tl.program_id(1)
     first = tl.program_id(0) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -156,6 +159,15 @@ def _down_gemv_kernel(
     tile_ptr = weight_ptr + experts[:, None, None] * N * K + own[None, :, None] * K + offs_k[None, None, :]
     tile = tl.load(tile_ptr, mask=routed[:, None, None] & (offs_k < K)[None, None, :], other=0.0)
     shares = tl.load(weights_ptr + token * TOP_K + ranks, mask=ranks < TOP_K, other=0.0)
+    if LAST:
+        last = tl.load(ids_ptr + token * TOP_K + BLOCK_TOP).to(tl.int64)
+        last_share = tl.load(weights_ptr + token * TOP_K + BLOCK_TOP)
+        last_routed = last >= 0
+        last = tl.maximum(last, 0)
+        last_ptr = weight_ptr + last * N * K + own[:, None] * K + offs_k[None, :]
+        last_tile = tl.load(last_ptr, mask=last_routed & (offs_k < K)[None, :], other=0.0)
+        last_sums = tl.zeros([ROWS], tl.float32)
+        last_x_ptr = x_ptr + (token * TOP_K + BLOCK_TOP).to(tl.int64) * K + offs_k
     if SHARED > 0:
         share = gate_weight(shared_x_ptr + token.to(tl.int64) * N, gate_ptr, N, SHARED)
         shared = tl.load(shared_ptr + token.to(tl.int64) * N + rows, mask=rows < N, other=0.0).to(tl.float32)
@@ -181,9 +193,21 @@ def _down_gemv_kernel(
             sums += tl.sum(spans * scales[:, None, :], 2)
         else:
             sums += tl.sum(products, 2)
+        if LAST:
+            last_now = last_tile
+            if step + 1 < STEPS:
+                within = (offs_k + (step + 1) * BLOCK_K < K)[None, :]
+                last_tile = tl.load(last_ptr + (step + 1) * BLOCK_K, mask=last_routed & within, other=0.0)
+            inside = last_routed & (offs_k + step * BLOCK_K < K)
+            inputs = tl.load(last_x_ptr + step * BLOCK_K, mask=inside, other=0.0).to(tl.float32)
+            last_sums += _tile_sums(last_now, inputs, scale_ptr, last, first, step, N, K, SCALES)
     if SCALES == 1:
         sums *= tl.load(scale_ptr + experts[:, None] * N + own[None, :])
     total = tl.sum(tl.where(routed[:, None], sums * shares[:, None], 0.0), 0)
+    if LAST:
+        if SCALES == 1:
+            last_sums *= tl.load(scale_ptr + last * N + own)
+        total += tl.where(last_routed, last_sums * last_share, 0.0)
     if SHARED > 0:
         total += share * shared
     tl.store(out_ptr + token.to(tl.int64) * N + rows, total.to(out_ptr.dtype.element_ty), mask=rows < N)
@@ -250,7 +274,7 @@ def down_gemv(
         *(x, weight, x if scales is None else scales, routed.ids, routed.weights, *given, out, outputs),
         K=inputs,
         TOP_K=top_k,
-        BLOCK_TOP=triton.next_power_of_2(top_k),
+        BLOCK_TOP=tile_experts(top_k),
         ROWS=plan.rows,
         BLOCK_K=plan.block_k,
         SCALES=SCALED[scale_granularity(scales)],

@@ -54,10 +54,19 @@ def _gate_up_gemv(inputs: int) -> GemvPlan:
 def _down_gemv(inputs: int, top_k: int) -> GemvPlan:
     """Return the plan of the down projection of single pairs.
 
-    A program holds a tile of each expert of a token.
+    A program holds a tile of each expert of a token; see `tile_experts`.
     """
-    block = min(next_power_of_two(inputs), 8192 // next_power_of_two(top_k))
+    block = min(next_power_of_two(inputs), 8192 // tile_experts(top_k))
     return GemvPlan(2, max(16, block), 1, 8)
+
+
+def tile_experts(top_k: int) -> int:
+    """Return the number of experts of a token that a tile of `down_gemv` holds, a power of two.
+
+    They are all but the last if the tile would be half empty otherwise, as with 8 experts and a shared one.
+    """
+    whole = next_power_of_two(top_k)
+    return whole // 2 if top_k > 4 and top_k == whole // 2 + 1 else whole
 
 
 def next_power_of_two(number: int) -> int:

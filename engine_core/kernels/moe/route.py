@@ -30,6 +30,8 @@ from tandem.engine_core.kernels.tiles.plan_types import RouterPlan
 
 MAX_NORMED_INPUTS = 8192
 """Maximum number of inputs of `normed_router`, which one program holds."""
+ONE_ROW_SUMS = 520
+"""Maximum number of logits for which a program of `normed_router` computes one: 512, and those of shared experts."""
 
 
 @triton.jit
@@ -169,18 +171,21 @@ def _route_kernel(
     RENORMALIZE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     SORT: tl.constexpr,
+    SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the experts of TOKENS tokens, and append their pairs to the lists of the experts.
 
-    partials: [SPLIT, T, E] float32; rows: [T] int32 if HAS_ROWS, 0 for padding; uniform: [1] int32; if not 0,
+    partials: [SPLIT, T, E + SHARED] float32; rows: [T] int32 if HAS_ROWS, 0 for padding; uniform: [1] int32; if not 0,
     hashes of token index, expert index and `seed` replace the logits, also for padding; ids, weights, counts,
-    pairs: as in `Routed`.
+    pairs: as in `Routed`. SHARED: 1 if expert E is used by all tokens, and column E is the logit of its weight; else 0.
     """
+    WIDTH: tl.constexpr = TOP_K + SHARED
+    stride = E + SHARED
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     experts = tl.arange(0, BLOCK_E)
     mask = (tokens < T)[:, None] & (experts < E)[None, :]
-    offs = tokens.to(tl.int64)[:, None] * E + experts[None, :]
+    offs = tokens.to(tl.int64)[:, None] * stride + experts[None, :]
     uniform = tl.load(uniform_ptr) != 0
     routed = tokens < T
     if HAS_ROWS:
@@ -189,7 +194,12 @@ def _route_kernel(
     wait_for_previous(PDL)
     logits = tl.load(partials_ptr + offs, mask=mask, other=0.0)
     for part in tl.static_range(1, SPLIT):
-        logits += tl.load(partials_ptr + part * T.to(tl.int64) * E + offs, mask=mask, other=0.0)
+        logits += tl.load(partials_ptr + part * T.to(tl.int64) * stride + offs, mask=mask, other=0.0)
+    if SHARED > 0:
+        gate_ptr = partials_ptr + tokens.to(tl.int64) * stride + E
+        gate = tl.load(gate_ptr, mask=tokens < T, other=0.0)
+        for part in tl.static_range(1, SPLIT):
+            gate += tl.load(gate_ptr + part * T.to(tl.int64) * stride, mask=tokens < T, other=0.0)
     logits = tl.where(uniform, random, logits)
     # NaN counts as the lowest logit, so that every index is a valid expert. -0 becomes 0, which it is equal to.
     known = tl.where(logits == logits, logits, float("-inf")) + 0.0
@@ -217,13 +227,22 @@ def _route_kernel(
         total = tl.sum(tl.where((experts < E)[None, :], tl.exp(logits - largest[:, None]), 0.0), 1)
     weights = scores / total[:, None]
     inside = (tokens < T)[:, None] & (columns < TOP_K)[None, :]
-    pair = tokens[:, None] * TOP_K + columns[None, :]
+    pair = tokens[:, None] * WIDTH + columns[None, :]
     tl.store(ids_ptr + pair, tl.where(routed[:, None], chosen, -1), mask=inside)
     tl.store(weights_ptr + pair, tl.where(routed[:, None], weights, 0.0), mask=inside)
     if SORT:
         counted = inside & routed[:, None]
         rank = tl.atomic_add(counts_ptr + chosen, 1, mask=counted, sem="relaxed")
         tl.store(pairs_ptr + chosen.to(tl.int64) * T + rank, pair, mask=counted)
+    if SHARED > 0:
+        last = tokens * WIDTH + TOP_K
+        tl.store(ids_ptr + last, tl.where(routed, E, -1), mask=tokens < T)
+        tl.store(weights_ptr + last, tl.where(routed, tl.sigmoid(gate), 0.0), mask=tokens < T)
+        if SORT:
+            # All tokens are listed, which needs no atomics: on one address these run one by one.
+            tl.store(pairs_ptr + T.to(tl.int64) * E + tokens, last, mask=tokens < T)
+            if tl.program_id(0) == 0:
+                tl.store(counts_ptr + E, T)
 
 
 def router_partials(x: Tensor, weight: Tensor, plan: RouterPlan, pdl: bool = False) -> tuple[Tensor, Tensor]:
@@ -276,7 +295,7 @@ def normed_router(
     counts = torch.empty(experts, device=x.device, dtype=torch.int32)
     quantized = None if to is None else empty_quantized_activation(tokens, inputs, x.dtype, to, x.device)
     target = (x, x) if quantized is None else (quantized.values, quantized.scales)
-    rows = 1 if tokens * experts <= 512 else 4
+    rows = 1 if tokens * experts <= ONE_ROW_SUMS else 4
     _normed_router_kernel[(triton.cdiv(experts, rows), tokens)](
         *(x, residual, norm_weight, weight, total, normed, logits, counts, *target, len(target[0]), eps, experts),
         K=inputs,
@@ -305,6 +324,7 @@ def norm_and_route(
     seed: int,
     to: ActivationFormat | None = None,
     sort: bool = True,
+    shared: bool = False,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Routed, QuantizedActivation | None]:
     """Add x to the residual stream, normalize it, and choose the experts of each token.
@@ -322,7 +342,7 @@ def norm_and_route(
         else:
             normed, total, quantized = add_rms_norm_and_quantize(x, residual, norm_weight, eps, to, pdl)
         partials, counts = router_partials(normed, weight, choose_router(tokens, inputs, 8 * weight.itemsize), pdl)
-    routed = route(partials, counts, top_k, routing, uniform, rows, seed, sort, pdl)
+    routed = route(partials, counts, top_k, routing, uniform, rows, seed, sort, shared, pdl)
     return normed, total, routed, quantized
 
 
@@ -335,19 +355,22 @@ def route(
     rows: Tensor | None = None,
     seed: int = 0,
     sort: bool = True,
+    shared: bool = False,
     pdl: bool = False,
 ) -> Routed:
     """Choose the experts of each token.
 
     partials, counts: from `router_partials` or `normed_router`; uniform: [1] int32; if not 0, all tokens
     are routed pseudorandomly by `seed` and token index; rows: [T] int32, 0 for padding, which
-    is not routed; None: no padding; sort: whether to list the pairs of each expert.
+    is not routed; None: no padding; sort: whether to list the pairs of each expert; shared: whether the last expert is
+    used by all tokens, as in `reference.moe.route`.
     """
-    split, tokens, experts = partials.shape
+    split, tokens, columns = partials.shape
+    experts, each = columns - shared, top_k + shared
     assert 0 < top_k <= experts, f"{top_k} of {experts} experts"
-    ids = torch.empty(tokens, top_k, device=partials.device, dtype=torch.int32)
-    weights = torch.empty(tokens, top_k, device=partials.device)
-    pairs = torch.empty(experts, tokens, device=partials.device, dtype=torch.int32) if sort else None
+    ids = torch.empty(tokens, each, device=partials.device, dtype=torch.int32)
+    weights = torch.empty(tokens, each, device=partials.device)
+    pairs = torch.empty(columns, tokens, device=partials.device, dtype=torch.int32) if sort else None
     block = max(16, triton.next_power_of_2(experts))
     count = 1 if tokens <= 256 else 4
     _route_kernel[(triton.cdiv(tokens, count),)](
@@ -361,6 +384,7 @@ def route(
         RENORMALIZE=routing.renormalizes,
         HAS_ROWS=rows is not None,
         SORT=sort,
+        SHARED=int(shared),
         PDL=pdl,
         num_warps=1 if block * count <= 512 else 4,
         **({"launch_pdl": True} if pdl else {}),

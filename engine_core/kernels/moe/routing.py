@@ -43,13 +43,15 @@ class Routed:
     """
 
     ids: Tensor
-    """[T, k] int32, the experts of each token by descending weight; -1 for padding, which is not routed."""
+    """[T, k] int32, the experts of each token by descending weight, then the shared one if it is stored with them; -1
+    for padding, which is not routed."""
     weights: Tensor
     """[T, k] float32; 0 for padding."""
     counts: Tensor | None = None
     """[E] int32, number of pairs of each expert; None if the pairs are not sorted."""
     pairs: Tensor | None = None
-    """[E, T] int32, indices of the pairs of each expert in undefined order, `counts` of them; None if not sorted."""
+    """[E, T] int32, indices of the pairs of each expert in undefined order, `counts` of them; None if not sorted. All
+    tokens are in the list of the shared expert, including padding."""
 
     def sorted_pairs(self) -> tuple[Tensor, Tensor]:
         """Return `counts` and `pairs`, which must be there."""

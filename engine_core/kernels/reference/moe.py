@@ -49,10 +49,13 @@ def _times(bits: Tensor, factor: int) -> Tensor:
     return (low + high) & 0xFFFFFFFF
 
 
-def route(logits: Tensor, top_k: int, routing: Routing, rows: Tensor | None = None) -> Routed:
+def route(
+    logits: Tensor, top_k: int, routing: Routing, rows: Tensor | None = None, gate: Tensor | None = None
+) -> Routed:
     """Choose the experts of each token: those of the largest logits, ties to the lowest index, NaN last.
 
-    logits: [T, E] float32; rows: [T], 0 for padding, which is not routed; None: no padding. The result is not sorted.
+    logits: [T, E] float32; rows: [T], 0 for padding, which is not routed; None: no padding; gate: [T] float32; if
+    given, expert E is added to those of each token with the weight sigmoid(gate). The result is not sorted.
     """
     known = torch.where(logits.isnan(), float("-inf"), logits)
     ids = known.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -60,6 +63,9 @@ def route(logits: Tensor, top_k: int, routing: Routing, rows: Tensor | None = No
     scores = (chosen - chosen[:, :1]).exp()
     total = scores.sum(-1) if routing.renormalizes else (logits - chosen[:, :1]).exp().sum(-1)
     weights = scores / total[:, None]
+    if gate is not None:
+        ids = functional.pad(ids, (0, 1), value=logits.shape[1])
+        weights = torch.cat((weights, gate.sigmoid()[:, None]), 1)
     ids = ids.int()
     if rows is not None:
         routed = (rows != 0)[:, None]
@@ -80,20 +86,24 @@ def norm_and_route(
     seed: int,
     to: ActivationFormat | None = None,
     sort: bool = True,  # noqa: ARG001
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor, Routed, QuantizedActivation | None]:
     """Add x to the residual stream, normalize it, and choose the experts of each token.
 
     Returns the normalized sum, the sum, the routing, and the normalized sum in the format `to`, if given. x, residual:
     [T, inputs]; norm_weight: [inputs], see `layer.add_rms_norm`; weight: of the router, [E, inputs]; uniform: [1]
     int32, not 0 for the routing of `uniform_logits` with `seed`, for padding, too; rows: as in `route`; sort:
-    whether to list the pairs of each expert, which only kernels do.
+    whether to list the pairs of each expert, which only kernels do; shared: whether the last row of the weight is the
+    gate of an expert that all tokens use.
     """
     normed, total = add_rms_norm(x, residual, norm_weight, eps)
     quantized = None if to is None else quantize(normed, to)
+    logits, gate = router_logits(normed, weight), None
+    if shared:
+        logits, gate = logits[:, :-1], logits[:, -1]
     if int(uniform):
-        logits = uniform_logits(x.shape[0], weight.shape[0], seed, x.device)
-        return normed, total, route(logits, top_k, routing), quantized
-    return normed, total, route(router_logits(normed, weight), top_k, routing, rows), quantized
+        logits, rows = uniform_logits(x.shape[0], logits.shape[1], seed, x.device), None
+    return normed, total, route(logits, top_k, routing, rows, gate), quantized
 
 
 def sort_pairs(routed: Routed, experts: int) -> Routed:

@@ -28,8 +28,8 @@ def noted_routing(notes: list[tuple[int, int]]) -> Iterator[None]:
     """Note the numbers of padding tokens of each step and layer, and of padding tokens that have experts."""
     route = moe.route
 
-    def noted(logits: Any, top_k: int, routing: Any, rows: Any = None) -> Any:
-        routed = route(logits, top_k, routing, rows)
+    def noted(logits: Any, top_k: int, routing: Any, rows: Any = None, gate: Any = None) -> Any:
+        routed = route(logits, top_k, routing, rows, gate)
         padding = torch.zeros(len(logits), dtype=torch.bool) if rows is None else rows == 0
         notes.append((int(padding.sum()), int((routed.ids[padding] >= 0).sum())))
         return routed

@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
-from tandem.engine_core.kernels.moe.plans import max_blocks
+from tandem.engine_core.kernels.moe.plans import max_blocks, tile_experts
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.quantize import quantize
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat
@@ -65,6 +65,25 @@ def test_gemv_equals_the_oracle(
     gated[(routed.ids < 0)] = torch.nan
     y = down_gemv(gated, experts.down, experts.scales[1], routed, plans[1])
     torch.testing.assert_close(y, experts.expected(x, routed), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("granularity", [None, "output", "block"])
+@pytest.mark.parametrize("top_k", [4, 5, 6, 9])
+@pytest.mark.parametrize(("hidden", "width", "block"), [(48, 20, 16), (140, 272, 128), (64, 32, 32)])
+def test_the_last_expert_of_five_or_nine_has_a_tile_of_its_own(
+    hidden: int, width: int, block: int, top_k: int, granularity: str | None, device: str
+) -> None:
+    assert tile_experts(top_k) == {4: 4, 5: 4, 6: 8, 9: 8}[top_k]
+    experts, routed = Experts(11, hidden, width, granularity, device), route(4, 11, top_k, device, padding=True)
+    gated = torch.randn(4, top_k, width, device=device)
+    gated[(routed.ids < 0)] = torch.nan
+    found = down_gemv(gated, experts.down, experts.scales[1], routed, GemvPlan(4, block))
+    expected = torch.zeros(4, hidden, device=device)
+    for token, rank in (routed.ids >= 0).nonzero().tolist():
+        expert, scales = int(routed.ids[token, rank]), experts.scales[1]
+        weight = moe.dequantize_part(experts.down[expert], None if scales is None else scales[expert], torch.float32)
+        expected[token] += routed.weights[token, rank] * (weight @ gated[token, rank])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def grouped(x: Tensor, experts: Experts, routed: Routed, plan: GroupedPlan) -> Tensor:

@@ -16,12 +16,18 @@ METHODS = list(Routing)
 
 
 def run_route(
-    logits: Tensor, top_k: int, routing: Routing, rows: Tensor | None = None, uniform: int = 0, seed: int = 0
+    logits: Tensor,
+    top_k: int,
+    routing: Routing,
+    rows: Tensor | None = None,
+    uniform: int = 0,
+    seed: int = 0,
+    shared: bool = False,
 ) -> Routed:
     experts = logits.shape[1]
     counts = torch.zeros(experts, dtype=torch.int32, device=logits.device)
     switch = torch.tensor([uniform], dtype=torch.int32, device=logits.device)
-    return route(logits[None].contiguous(), counts, top_k, routing, switch, rows, seed)
+    return route(logits[None].contiguous(), counts, top_k, routing, switch, rows, seed, shared=shared)
 
 
 def check_sorted(routed: Routed, experts: int) -> None:
@@ -94,6 +100,62 @@ def test_uniform_routing_includes_padding_and_spreads_over_all_experts(device: s
     assert int(routed.counts.sum()) == 256 and 4 < int(routed.counts.min()) <= int(routed.counts.max()) < 32
     other = run_route(logits, 4, Routing.TOP_K_SOFTMAX, rows, uniform=1, seed=6)
     assert not torch.equal(other.ids, routed.ids), "layers differ"
+
+
+@pytest.mark.parametrize("uniform", [0, 1])
+@pytest.mark.parametrize("routing", METHODS)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (5, 16, 3), (3, 4, 4), (300, 1, 1)])
+def test_a_shared_expert_is_used_by_all_tokens(
+    tokens: int, experts: int, top_k: int, routing: Routing, uniform: int, device: str
+) -> None:
+    """Its logit is the largest one, and must not count in the softmax of the others."""
+    torch.manual_seed(tokens)
+    logits, gate = torch.randn(tokens, experts, device=device), torch.randn(tokens, device=device) + 4
+    rows = torch.arange(1, tokens + 1, dtype=torch.int32, device=device) % 4
+    routed = run_route(torch.cat((logits, gate[:, None]), 1), top_k, routing, rows, uniform, 3, shared=True)
+    others, used = (moe.uniform_logits(tokens, experts, 3, logits.device), None) if uniform else (logits, rows)
+    expected = moe.route(others, top_k, routing, used, gate)
+    assert torch.equal(routed.ids, expected.ids) and routed.ids.shape == (tokens, top_k + 1)
+    torch.testing.assert_close(routed.weights, expected.weights)
+    shares = gate.sigmoid() if used is None else torch.where(rows != 0, gate.sigmoid(), 0.0)
+    torch.testing.assert_close(routed.weights[:, top_k], shares)
+    assert torch.equal(routed.ids[:, top_k] >= 0, torch.ones_like(rows).bool() if used is None else rows != 0)
+    counts, pairs = routed.sorted_pairs()
+    assert len(counts) == experts + 1 and int(counts[experts]) == tokens
+    last = torch.arange(tokens, device=device) * (top_k + 1) + top_k
+    assert torch.equal(pairs[experts], last.int()), "all tokens in order, also padding"
+    check_sorted(Routed(routed.ids, routed.weights, counts[:experts], pairs[:experts]), experts)
+
+
+def test_the_parts_of_a_gates_logit_are_added(device: str) -> None:
+    torch.manual_seed(8)
+    parts = torch.randn(3, 7, 11, device=device)
+    zeros = torch.zeros(11, dtype=torch.int32, device=device)
+    switch = torch.zeros(1, dtype=torch.int32, device=device)
+    routed = route(parts, zeros, 2, Routing.SOFTMAX, switch, sort=False, shared=True)
+    total = parts.sum(0)
+    expected = moe.route(total[:, :10], 2, Routing.SOFTMAX, gate=total[:, 10])
+    assert torch.equal(routed.ids, expected.ids) and routed.pairs is None
+    torch.testing.assert_close(routed.weights, expected.weights)
+
+
+@pytest.mark.parametrize("uniform", [0, 1])
+@pytest.mark.parametrize("tokens", [2, NORMED_TOKENS + 1])
+def test_the_last_row_of_a_router_is_the_gate_of_the_shared_expert(tokens: int, uniform: int, device: str) -> None:
+    torch.manual_seed(7)
+    x, residual = torch.randn(tokens, 64, device=device), torch.randn(tokens, 64, device=device)
+    norm, weight = torch.rand(64, device=device) + 0.5, torch.randn(9, 64, device=device) / 8
+    switch = torch.full((1,), uniform, dtype=torch.int32, device=device)
+    rows = torch.arange(1, tokens + 1, dtype=torch.int32, device=device) % 4
+    given = (x, residual, norm, 1e-5, weight, 3, Routing.TOP_K_SOFTMAX, switch, rows, 5, None, True, True)
+    normed, _, routed, _ = norm_and_route(*given)
+    expected_norm, _, expected, _ = moe.norm_and_route(*given)
+    torch.testing.assert_close(normed, expected_norm)
+    assert torch.equal(routed.ids, expected.ids)
+    torch.testing.assert_close(routed.weights, expected.weights, atol=1e-5, rtol=1e-5)
+    shares = (normed @ weight[8]).sigmoid()
+    routing = torch.ones_like(rows).bool() if uniform else rows != 0
+    torch.testing.assert_close(expected.weights[:, 3], torch.where(routing, shares, 0.0))
 
 
 @pytest.mark.parametrize(
