@@ -66,6 +66,7 @@ class KernelSet:
             int,
             ActivationFormat | None,
             bool,
+            bool,
         ],
         tuple[Tensor, Tensor, Routed, QuantizedActivation | None],
     ]

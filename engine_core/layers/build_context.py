@@ -132,11 +132,13 @@ class BuildContext:
         width: int,
         activation: Activation,
         projections: tuple[str, str, str],
+        extra: int = 0,
     ) -> ExpertWeights:
         """Allocate the experts of a layer with uninitialized weights, in the format that the checkpoint has for them.
 
-        name: of their module, such as "model.layers.3.mlp.experts"; projections: names of those of an expert. Raises
-        ConfigError if their formats differ, or are not supported.
+        name: of their module, such as "model.layers.3.mlp.experts"; projections: names of those of an expert; extra:
+        number of further experts in the same format, such as a shared one. Raises ConfigError if their formats differ,
+        or are not supported.
         """
         schemes = {
             (expert, projection): self.scheme_for(f"{name}.{expert}.{projection}")
@@ -144,7 +146,7 @@ class BuildContext:
             for projection in projections
         }
         if self._has_plain_experts(name):
-            schemes = {key: found if _is_online(found) else None for key, found in schemes.items()}
+            schemes = {key: _of_plain(found) for key, found in schemes.items()}
         ((usual, count), *others) = Counter(schemes.values()).most_common()
         if others:
             (expert, projection), odd = next(item for item in schemes.items() if item[1] != usual)
@@ -153,9 +155,21 @@ class BuildContext:
                 f"projections are in {usual or '16 bits'}; all experts of a layer need one format"
             )
         try:
-            return self.expert_method.build(experts, hidden, width, activation, usual, self)
+            return self.expert_method.build(experts + extra, hidden, width, activation, usual, self)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
+
+    def has_format_of_experts(self, name: str, experts: str, projections: tuple[str, str, str]) -> bool:
+        """Return whether a gated network can be stored with the experts of a layer.
+
+        It can if its projections are of the same names and in the same format, and take no adapters. name: of its
+        module; experts: of theirs.
+        """
+        usual = self.scheme_for(f"{experts}.0.{projections[0]}")
+        if self._has_plain_experts(experts):
+            usual = _of_plain(usual)
+        schemes = {self.scheme_for(f"{name}.{projection}") for projection in projections}
+        return self.lora is None and schemes == {usual} and f"{name}.gate_up_proj.weight" not in self.stored
 
     def _has_plain_experts(self, name: str) -> bool:
         """Return whether the checkpoint has tensors of all experts of a module at once, not quantized."""
@@ -173,6 +187,6 @@ def _ends_a_block(parts: Mapping[str, int], scheme: Scheme | None) -> bool:
     return not (isinstance(scheme, EightBitScheme) and scheme.block and sum(parts.values()) % SCALE_ROWS)
 
 
-def _is_online(scheme: Scheme | None) -> bool:
-    """Return whether weights are quantized while they are loaded."""
-    return isinstance(scheme, EightBitScheme) and scheme.from_floats
+def _of_plain(scheme: Scheme | None) -> Scheme | None:
+    """Return the scheme of weights that the checkpoint has in 16 bits: None, or to quantize them while loading."""
+    return scheme if isinstance(scheme, EightBitScheme) and scheme.from_floats else None

@@ -31,10 +31,17 @@ class ExpertWeights(Protocol):
         quantized: x in `input_format`, None if that is None.
         """
 
-    def slots(self, prefix: str, projections: tuple[str, str, str]) -> list[WeightSlot]:
+    def slots(self, prefix: str, projections: tuple[str, str, str], shared: str = "") -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.
 
         A checkpoint has three tensors for each expert, such as `experts.0.gate_proj.weight`, or two of three dimensions
         for all of them, `experts.gate_up_proj` with the gate's rows first, and `experts.down_proj`. prefix: ends with a
-        dot; projections: names of an expert's gate, up and down projections.
+        dot; projections: names of an expert's gate, up and down projections; shared: name of the last expert, if it has
+        tensors of its own in both cases, such as "shared_expert"; empty: it has not.
         """
+
+
+def expert_names(count: int, shared: str = "") -> list[str]:
+    """Return the names of `count` experts in a mixture's module. shared: of the last one, if it differs."""
+    names = [f"experts.{expert}" for expert in range(count)]
+    return [*names[:-1], shared] if shared else names

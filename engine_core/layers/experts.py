@@ -14,7 +14,7 @@ from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.expert_weights import ExpertWeights
+from tandem.engine_core.layers.expert_weights import ExpertWeights, expert_names
 from tandem.engine_core.layers.int4_experts import Int4Experts, empty_int4_experts
 from tandem.engine_core.layers.quantized.eight_bit_linear import quantize_weight, row_scales
 from tandem.engine_core.layers.quantized.quantized_linear import reject_overflow
@@ -70,19 +70,20 @@ class Experts:
         given = (x, self.gate_up, self.down, routed, self.activation, self.gate_up_scales, self.down_scales)
         return moe.with_shared_expert(moe.run_experts(*given), shared)
 
-    def slots(self, prefix: str, projections: tuple[str, str, str]) -> list[WeightSlot]:
+    def slots(self, prefix: str, projections: tuple[str, str, str], shared: str = "") -> list[WeightSlot]:
         """Implement `ExpertWeights.slots`."""
         slots, (gate, up, down) = [], projections
-        for expert in range(len(self.down)):
-            own = f"{prefix}experts.{expert}."
+        for expert, name in enumerate(expert_names(len(self.down), shared)):
+            own = f"{prefix}{name}."
             slots += self._part_slots(f"{own}{gate}", self.parts, self.gate_up_scales, 2 * expert)
             slots += self._part_slots(f"{own}{up}", self.parts, self.gate_up_scales, 2 * expert + 1)
             slots += self._part_slots(f"{own}{down}", self.down, self.down_scales, expert)
+        experts = len(self.down) - (shared != "")
         for name, values, scales in (
             (f"{prefix}experts.gate_up_proj", self.parts, self.gate_up_scales),
             (f"{prefix}experts.down_proj", self.down, self.down_scales),
         ):
-            slots += self._fused_slots(name, values, scales)
+            slots += self._fused_slots(name, values, scales, experts)
         return slots
 
     def _part_slots(self, name: str, values: Tensor, scales: Tensor | None, index: int) -> list[WeightSlot]:
@@ -111,13 +112,15 @@ class Experts:
             slots.append(WeightSlot(scale, scales, 0, index, 1, transform=transform, shapes=accepted, view=view))
         return slots
 
-    def _fused_slots(self, name: str, values: Tensor, scales: Tensor | None) -> list[WeightSlot]:
-        """List the slots of one projection of all experts: one, or one for each expert that is quantized while read."""
-        experts = len(self.down)
-        parts, rows, inputs = len(values) // experts, values.shape[1], values.shape[2]
+    def _fused_slots(self, name: str, values: Tensor, scales: Tensor | None, experts: int) -> list[WeightSlot]:
+        """List the slots of one projection of all experts: one, or one for each expert that is quantized while read.
+
+        experts: number of those in the tensor.
+        """
+        parts, rows, inputs = len(values) // len(self.down), values.shape[1], values.shape[2]
         shape = (experts, parts * rows, inputs)
         if self.scheme is None or scales is None:
-            return [WeightSlot(name, values, 0, 0, len(values), view=shape)]
+            return [WeightSlot(name, values, 0, 0, experts * parts, view=shape)]
         if not self.scheme.from_floats:
             return []
         check, slots = _row_scales(name), []

@@ -12,6 +12,7 @@ from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.kernels.reference import moe
+from tandem.engine_core.layers.expert_weights import expert_names
 from tandem.engine_core.layers.quantized.int4_slots import int4_slots
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.fields import unsupported
@@ -63,15 +64,15 @@ class Int4Experts:
     def finish(self) -> None:
         """Convert the weights once they are loaded. Here: keep them as they are."""
 
-    def slots(self, prefix: str, projections: tuple[str, str, str]) -> list[WeightSlot]:
+    def slots(self, prefix: str, projections: tuple[str, str, str], shared: str = "") -> list[WeightSlot]:
         """Implement `ExpertWeights.slots`: three projections of each expert. Fused tensors of all do not exist."""
         slots, (gate, up, down) = [], projections
         checked = [
             torch.empty(len(weight.words), device=weight.words.device, dtype=torch.uint8)
             for weight in (self.gate_up, self.down)
         ]
-        for expert in range(len(self.down.words)):
-            own = f"{prefix}experts.{expert}."
+        for expert, name in enumerate(expert_names(len(self.down.words), shared)):
+            own = f"{prefix}{name}."
             slots += self._part_slots(f"{own}{gate}", self.gate_up, 2 * expert, checked[0])
             slots += self._part_slots(f"{own}{up}", self.gate_up, 2 * expert + 1, checked[0])
             slots += self._part_slots(f"{own}{down}", self.down, expert, checked[1])

@@ -13,7 +13,7 @@ from tandem.engine_core.kernels.moe.routing import Routing
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.linear import Norm
-from tandem.engine_core.layers.shared_expert import SharedExpert
+from tandem.engine_core.layers.shared_expert import SHARED_MODULE, SharedExpert
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig, MoEConfig, layer_prefix
 
@@ -61,12 +61,14 @@ class MixtureOfExperts:
         seed: int,
         kernels: KernelSet,
         shared: SharedExpert | None = None,
+        stacks_shared: bool = False,
     ) -> None:
         """Store the parts of a network.
 
         router: weight, [E, hidden], in the model's dtype or float32; top_k: number of experts per token; projections:
         names of an expert's gate, up and down projections; seed: of uniform routing, different in each layer;
-        shared: the expert that all tokens use, None if there is none.
+        shared: the expert that all tokens use, None if there is none, or if it is the last one of `experts`;
+        stacks_shared: whether it is. The last row of the router, which has one more, is its gate then.
         """
         self.router = router
         self.experts = experts
@@ -77,6 +79,7 @@ class MixtureOfExperts:
         self.seed = seed
         self.kernels = kernels
         self.shared = shared
+        self.stacks_shared = stacks_shared
 
     @classmethod
     def build(
@@ -87,15 +90,25 @@ class MixtureOfExperts:
         switch: RoutingSwitch,
         context: BuildContext,
     ) -> Self:
-        """Allocate a network with uninitialized weights. layer: index of the layer."""
+        """Allocate a network with uninitialized weights.
+
+        A shared expert of the same width and format as the others is stored with them, so that it needs no launches of
+        its own. layer: index of the layer.
+        """
         name, sizes = f"{layer_prefix(layer)}{moe.module}", (moe.experts, config.hidden_size, moe.width)
-        experts = context.experts(f"{name}.experts", *sizes, config.activation, moe.projections)
+        modules = f"{name}.{SHARED_MODULE}", f"{name}.experts"
+        is_alike = moe.shared_width == moe.width and not config.mlp_bias
+        stacks = is_alike and context.has_format_of_experts(*modules, moe.projections)
+        experts = context.experts(modules[1], *sizes, config.activation, moe.projections, int(stacks))
         dtype = context.own_dtype(f"{name}.gate.weight")
-        router = torch.empty(moe.experts, config.hidden_size, device=context.device, dtype=dtype)
+        if stacks:
+            dtype = torch.promote_types(dtype, context.own_dtype(f"{modules[0]}_gate.weight"))
+        router = torch.empty(moe.experts + stacks, config.hidden_size, device=context.device, dtype=dtype)
         shared = None
-        if moe.shared_width:
+        if moe.shared_width and not stacks:
             shared = SharedExpert.build(config, moe.shared_width, f"{name}.", context)
-        return cls(router, experts, moe.top_k, moe.routing, moe.projections, switch, layer, context.kernels, shared)
+        given = moe.top_k, moe.routing, moe.projections, switch, layer, context.kernels
+        return cls(router, experts, *given, shared, stacks)
 
     def __call__(
         self,
@@ -112,8 +125,8 @@ class MixtureOfExperts:
         """
         assert norm.update_weight is None, "the norm before a router is a plain RMSNorm"
         given = update, residual, norm.weight, norm.eps, self.router, self.top_k, self.routing
-        sizes = len(update), self.top_k
-        needs = (to := self.experts.input_format(*sizes)), self.experts.needs_sorted(*sizes)
+        sizes = len(update), self.top_k + self.stacks_shared
+        needs = (to := self.experts.input_format(*sizes)), self.experts.needs_sorted(*sizes), self.stacks_shared
         route = self.kernels.norm_and_route
         normed, stream, routed, quantized = route(*given, self.switch.flag, rows, self.seed, *needs)
         shared = None if self.shared is None else self.shared.run(normed, adapters, quantized, to)
@@ -121,8 +134,10 @@ class MixtureOfExperts:
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""
-        return [
-            WeightSlot.whole(f"{prefix}gate.weight", self.router),
-            *self.experts.slots(prefix, self.projections),
-            *([] if self.shared is None else self.shared.slots(prefix)),
-        ]
+        experts = len(self.router) - self.stacks_shared
+        router = WeightSlot(f"{prefix}gate.weight", self.router, 0, 0, experts)
+        if self.stacks_shared:
+            gate = WeightSlot(f"{prefix}{SHARED_MODULE}_gate.weight", self.router, 0, experts, 1)
+            return [router, gate, *self.experts.slots(prefix, self.projections, SHARED_MODULE)]
+        shared = [] if self.shared is None else self.shared.slots(prefix)
+        return [router, *self.experts.slots(prefix, self.projections), *shared]

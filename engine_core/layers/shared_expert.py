@@ -1,4 +1,7 @@
-"""Shared expert of a mixture: a network that all tokens use, weighted by a gate (Qwen 2 MoE, Qwen3-Next, Qwen 3.5)."""
+"""Shared expert of a mixture: a network that all tokens use, weighted by a gate (Qwen 2 MoE, Qwen3-Next, Qwen 3.5).
+
+Only of another width or format than the other experts; `MixtureOfExperts.build` stores it with them otherwise.
+"""
 
 from typing import Self
 
@@ -12,6 +15,9 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
+
+SHARED_MODULE = "shared_expert"
+"""Name of the expert in its mixture."""
 
 
 class SharedExpert:
@@ -28,9 +34,9 @@ class SharedExpert:
 
         width: inputs of its down projection; prefix: of the mixture, such as "model.layers.0.mlp.".
         """
-        dtype = context.own_dtype(f"{prefix}shared_expert_gate.weight")
+        dtype = context.own_dtype(f"{prefix}{SHARED_MODULE}_gate.weight")
         gate = torch.empty(1, config.hidden_size, device=context.device, dtype=dtype)
-        return cls(GatedMLP.build(config, f"{prefix}shared_expert.", context, width), gate)
+        return cls(GatedMLP.build(config, f"{prefix}{SHARED_MODULE}.", context, width), gate)
 
     def run(
         self,
@@ -50,6 +56,6 @@ class SharedExpert:
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors. prefix: as in `build`."""
         return [
-            *self.network.slots(f"{prefix}shared_expert."),
-            WeightSlot.whole(f"{prefix}shared_expert_gate.weight", self.gate),
+            *self.network.slots(f"{prefix}{SHARED_MODULE}."),
+            WeightSlot.whole(f"{prefix}{SHARED_MODULE}_gate.weight", self.gate),
         ]

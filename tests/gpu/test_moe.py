@@ -30,28 +30,30 @@ TOKENS = (1, 4, 5, 16, 100, 700, 3000)
 class Network:
     """A network with random weights."""
 
-    def __init__(self, scheme: EightBitScheme | None, width: int) -> None:
+    def __init__(self, scheme: EightBitScheme | None, width: int, top_k: int = TOP_K, shared: bool = False) -> None:
         gpu = read_gpu_traits()
         if scheme is not None and gpu.capability < FP8_CAPABILITY:
             pytest.skip("this GPU has no FP8")
         context = triton_build_context(DEVICE, torch.bfloat16, gpu, None if scheme is None else Quantization(scheme))
         torch.manual_seed(width)
-        self.experts = context.experts("experts", EXPERTS, HIDDEN, width, Activation.SILU, PROJECTIONS)
+        self.top_k, self.shared = top_k, shared
+        self.experts = context.experts("experts", EXPERTS, HIDDEN, width, Activation.SILU, PROJECTIONS, int(shared))
         for slot in self.experts.slots("", PROJECTIONS):
             noise = torch.randn(slot.target.shape, device=DEVICE)
             slot.target.copy_(
                 noise * 0.03 if scheme is None else noise if "scale" not in slot.name else noise.abs() / 30
             )
-        router = torch.randn(EXPERTS, HIDDEN, device=DEVICE, dtype=torch.bfloat16) * 0.05
+        router = torch.randn(EXPERTS + shared, HIDDEN, device=DEVICE, dtype=torch.bfloat16) * 0.05
         self.norm = RMSNorm.build(HIDDEN, 1e-6, context)
         self.norm.weight.fill_(1.0)
-        given = TOP_K, Routing.TOP_K_SOFTMAX, PROJECTIONS, RoutingSwitch.build(DEVICE), 0, context.kernels
-        self.mlp = MixtureOfExperts(router, self.experts, *given)
+        given = top_k, Routing.TOP_K_SOFTMAX, PROJECTIONS, RoutingSwitch.build(DEVICE), 0, context.kernels
+        self.mlp = MixtureOfExperts(router, self.experts, *given, None, shared)
 
     def route(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Routed]:
         mlp, residual = self.mlp, torch.zeros_like(x)
-        given = x, residual, self.norm.weight, self.norm.eps, mlp.router, TOP_K, mlp.routing
-        normed, _, routed, _ = mlp.kernels.norm_and_route(*given, mlp.switch.flag, rows, 0, None, len(x) > 4)
+        given = x, residual, self.norm.weight, self.norm.eps, mlp.router, self.top_k, mlp.routing
+        needs = None, len(x) > 4, self.shared
+        normed, _, routed, _ = mlp.kernels.norm_and_route(*given, mlp.switch.flag, rows, 0, *needs)
         return normed, routed
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -85,6 +87,31 @@ def test_experts_are_exact_enough_and_rows_independent(scheme: EightBitScheme | 
         assert torch.equal(network(x[order], rows[order]), found[order]), tokens
         other = torch.where((rows == 1)[:, None], x, torch.randn_like(x))
         assert torch.equal(network(other, rows)[0], found[0]), tokens
+
+
+@pytest.mark.parametrize("top_k", [8, 10])
+@pytest.mark.parametrize("scheme", [None, CHANNELS, BLOCKS], ids=["bf16", "channels", "blocks"])
+def test_a_shared_expert_among_the_others_is_exact_enough(scheme: EightBitScheme | None, top_k: int) -> None:
+    network = Network(scheme, 512, top_k, shared=True)
+    experts, router = network.experts, network.mlp.router
+    for tokens in TOKENS:
+        x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+        rows = torch.arange(1, tokens + 1, device=DEVICE, dtype=torch.int32)
+        rows[tokens // 2] = 0 if tokens > 1 else 1
+        normed, routed = network.route(x, rows)
+        logits = moe.router_logits(normed, router)
+        chosen = moe.route(logits[:, :-1], top_k, Routing.TOP_K_SOFTMAX, rows, logits[:, -1])
+        assert torch.equal(routed.ids[:, -1], chosen.ids[:, -1])
+        torch.testing.assert_close(routed.weights[:, -1], chosen.weights[:, -1], atol=1e-4, rtol=1e-4)
+        found = network(x, rows)
+        wide = (part if scheme is not None else part.float() for part in (experts.gate_up, experts.down))  # type: ignore[attr-defined]
+        scales = experts.gate_up_scales, experts.down_scales  # type: ignore[attr-defined]
+        expected = moe.run_experts(normed.float(), *wide, routed, Activation.SILU, *scales)
+        error = float((found.float() - expected).norm() / expected.norm())
+        assert error < (0.01 if scheme is None or tokens <= 4 else 0.07), (tokens, error)
+        assert found[rows == 0].eq(0).all()
+        order = torch.randperm(tokens, device=DEVICE)
+        assert torch.equal(network(x[order], rows[order]), found[order]), tokens
 
 
 def test_two_captured_paths_replayed_alternately_repeat_their_bits() -> None:

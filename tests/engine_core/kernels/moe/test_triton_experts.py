@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan
-from tandem.engine_core.kernels.moe.routing import Routing, SharedOutput
+from tandem.engine_core.kernels.moe.routing import Routed, Routing, SharedOutput
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.kernels.tiles.plan_types import ExpertPlan, GemvPlan
@@ -38,13 +38,17 @@ SCHEMES = {
 EXPERTS, TOP_K, HIDDEN, WIDTH = 5, 2, 128, 128
 
 
-def build(context: BuildContext, values: dict[str, Tensor]) -> tuple[MixtureOfExperts, RMSNorm]:
-    """Build a network and fill its weights."""
-    experts = context.experts("model.layers.0.mlp.experts", EXPERTS, HIDDEN, WIDTH, Activation.SILU, PROJECTIONS)
+def build(
+    context: BuildContext, values: dict[str, Tensor], stacks_shared: bool = False
+) -> tuple[MixtureOfExperts, RMSNorm]:
+    """Build a network and fill its weights. stacks_shared: whether the last expert is the shared one."""
+    given = "model.layers.0.mlp.experts", EXPERTS - stacks_shared, HIDDEN, WIDTH, Activation.SILU, PROJECTIONS
+    experts = context.experts(*given, int(stacks_shared))
     router = torch.empty(EXPERTS, HIDDEN, device=context.device)
     switch = RoutingSwitch.build(context.device)
-    given = TOP_K, Routing.TOP_K_SOFTMAX, PROJECTIONS, switch, 3, context.kernels
-    mlp, norm = MixtureOfExperts(router, experts, *given), RMSNorm.build(HIDDEN, 1e-6, context)
+    routing = TOP_K, Routing.TOP_K_SOFTMAX, PROJECTIONS, switch, 3, context.kernels
+    mlp = MixtureOfExperts(router, experts, *routing, None, stacks_shared)
+    norm = RMSNorm.build(HIDDEN, 1e-6, context)
     router.copy_(values["router"])
     norm.weight.copy_(values["norm"])
     slots = [slot for slot in experts.slots("", PROJECTIONS) if slot.name in values]
@@ -118,6 +122,51 @@ def test_the_cuda_path_equals_plain_torch(name: str, gpu: GpuTraits, tokens: int
     assert torch.equal(other[1].cpu(), one[1])
     if rows is not None:
         assert other[0].cpu()[rows == 0].eq(0).all()
+
+
+STACKED: dict[str, EightBitScheme | Int4Scheme | None] = {
+    "16 bits": None,
+    "blocks": SCHEMES["blocks"],
+    "int4": Int4Scheme("gptq", GROUP, symmetric=True),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+@pytest.mark.parametrize("name", STACKED)
+def test_a_shared_expert_among_the_others_equals_one_of_its_own(name: str, tokens: int, device: str) -> None:
+    """With kernels and in plain torch; padding gets zeros."""
+    torch.manual_seed(tokens)
+    quantization = None if (scheme := STACKED[name]) is None else Quantization(scheme)
+    contexts = [
+        torch_build_context(torch.device("cpu"), torch.float32, quantization),
+        triton_build_context(torch.device(device), torch.float32, A100, quantization),
+    ]
+    values = {"router": torch.randn(EXPERTS, HIDDEN), "norm": torch.rand(HIDDEN) + 0.5}
+    stacked = [build(context, values, stacks_shared=True) for context in contexts]
+    plain, norm = build(contexts[0], values)
+    pairs = [mlp.experts.slots("", PROJECTIONS) for mlp in (plain, stacked[0][0], stacked[1][0])]
+    for slots in zip(*pairs, strict=True):
+        target = slots[0].target
+        integers = target.dtype in (torch.int32, torch.uint8)
+        random = torch.randint_like(target, 0, 9) if integers else (torch.randn(target.shape) / 9).to(target.dtype)
+        for slot in slots:
+            slot.target.copy_(random)
+    if name == "int4":
+        stacked[1][0].experts.finish()  # type: ignore[attr-defined]
+    x, residual = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
+    rows = torch.arange(1, tokens + 1, dtype=torch.int32) % 3
+    normed, _ = contexts[0].kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
+    routed = moe.route(moe.router_logits(normed, values["router"][:-1]), TOP_K, Routing.TOP_K_SOFTMAX, rows)
+    last = torch.where(rows != 0, EXPERTS - 1, -1).int()[:, None]
+    alone = plain.experts.run(normed, Routed(last, (rows != 0).float()[:, None]))
+    expected = moe.with_shared_expert(
+        plain.experts.run(normed, routed), SharedOutput(alone, normed, values["router"][-1:])
+    )
+    for (mlp, own), where in zip(stacked, ("cpu", device), strict=True):
+        found = mlp(x.to(where), residual.to(where), own, rows.to(where))[0].cpu()
+        error = float((found - expected).norm() / expected.norm())
+        assert error < (1e-3 if name == "int4" else 1e-5), error
+        assert found[rows == 0].eq(0).all()
 
 
 @pytest.mark.parametrize("tokens", [2, 6])
