@@ -272,7 +272,10 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     config = bench.model
     slots = bench.runtime.model.weight_slots()
     expert_bytes = sum({slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if is_expert(slot)}.values())
-    slots = [slot for slot in slots if not is_expert(slot)]
+    stacks = {slot.parameter.data_ptr() for slot in slots if is_expert(slot)}
+    slots = [slot for slot in slots if slot.parameter.data_ptr() not in stacks]
+    # A shared expert that is stored with the others is read in each step.
+    stacked = int(config.moe is not None and config.moe.shared_width > 0 and not any(map(is_shared_expert, slots)))
     projections = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if "_proj" in slot.name}
     weights = sum(projections.values()) + sum(slot.target.nbytes for slot in slots if "_proj" not in slot.name)
     # A step reads one row of the embedding per token. A tied one is the head, counted once.
@@ -290,7 +293,7 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
         experts = bench.count_experts(rows)
         read = weights
         if config.moe is not None and experts is not None:
-            read += expert_bytes * experts / config.moe.experts
+            read += expert_bytes * (experts + stacked) / (config.moe.experts + stacked)
         floor = read / bandwidth + kv_read
         plain = not bench.is_quantized and config.moe is None
         linears = linear_seconds(bench.runtime.model, rows) if plain else read / bandwidth
@@ -321,6 +324,11 @@ class Bounds:
 def is_expert(slot: WeightSlot) -> bool:
     """Return whether a slot is of an expert's weights or scales."""
     return ".experts." in slot.name
+
+
+def is_shared_expert(slot: WeightSlot) -> bool:
+    """Return whether a slot is of the weights or scales of a shared expert."""
+    return ".shared_expert." in slot.name
 
 
 def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocking: float | None) -> Figures:

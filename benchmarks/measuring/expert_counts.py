@@ -1,4 +1,4 @@
-"""Number of distinct experts that steps of a mixture of experts read."""
+"""Number of distinct experts that routers choose in a step, without a shared one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,16 +27,17 @@ def counting_experts(model: Any) -> Iterator[ExpertCounts]:
     mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
     kernels = [mixture.kernels for mixture in mixtures]
 
-    def counted(route: Any) -> Any:
+    def counted(route: Any, top_k: int) -> Any:
         def norm_and_route(*given: Any) -> Any:
             normed, total, routed, quantized = route(*given)
-            counts.found.append(int((routed.ids.unique() >= 0).sum()))
+            counts.found.append(int((routed.ids[:, :top_k].unique() >= 0).sum()))
             return normed, total, routed, quantized
 
         return norm_and_route
 
     for mixture in mixtures:
-        mixture.kernels = replace(mixture.kernels, norm_and_route=counted(mixture.kernels.norm_and_route))
+        route = counted(mixture.kernels.norm_and_route, mixture.top_k)
+        mixture.kernels = replace(mixture.kernels, norm_and_route=route)
     try:
         yield counts
     finally:

@@ -124,7 +124,9 @@ def tune(
     found: Plans = {}
     for count in tokens:
         x_bits = 8 if bits == 8 and count > GEMV_TOKENS else 16
-        sizes = bits, x_bits, model.hidden_size, moe.width, moe.experts, moe.top_k, count
+        # A shared expert of the same width is stored with the others.
+        shared = int(moe.shared_width == moe.width)
+        sizes = bits, x_bits, model.hidden_size, moe.width, moe.experts + shared, moe.top_k + shared, count
         plans: Plans = {}
         for part in PARTS:
             plans[ExpertKey(part, *sizes)] = choose_expert_plan(ExpertKey(part, *sizes), gpu)

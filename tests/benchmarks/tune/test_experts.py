@@ -83,6 +83,12 @@ def test_a_model_is_tuned_one_matmul_after_the_other() -> None:
     assert all(plan.warps == 4 for plan in found.values()) and set(calls) == {1, 64}
 
 
+def test_a_shared_expert_of_the_same_width_counts_in_the_keys() -> None:
+    model = read_config(model_folder("qwen3.6-35b-a3b"))
+    found = tune(model, 8, (1, 8), replace(H200, tiles=TileTable()), lambda *_: 1.0)
+    assert {(key.experts, key.top_k) for key in found} == {(257, 9)}
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("pairs_are_faster", [True, False])
 def test_gemvs_of_pairs_are_tried_beyond_a_few_tokens(bits: int, pairs_are_faster: bool) -> None:
