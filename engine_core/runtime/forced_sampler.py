@@ -80,8 +80,8 @@ class EagerDrafter:
         is_missing = is_wanted & (known < 0) & (acceptance > 0)
         tables.tokens.index_put_(at, torch.where(is_missing, newest, known))
 
-    def note_accepted(self, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
-        self.drafter.note_accepted(rows, num_drafts, counts)
+    def note_accepted(self, rows: Tensor, counts: Tensor) -> None:
+        self.drafter.note_accepted(rows, counts)
 
 
 def _coins(seeds: Tensor, positions: Tensor) -> Tensor:

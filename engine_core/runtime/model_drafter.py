@@ -39,7 +39,7 @@ class DraftKernels(NamedTuple):
         VerifyTokens,
     ]
     write_drafts: Callable[[SamplingTables, DraftState, Tensor, Tensor, Tensor], None]
-    note_accepted: Callable[[SamplingTables, DraftState, Tensor, int, Tensor], None]
+    note_accepted: Callable[[SamplingTables, DraftState, Tensor, Tensor], None]
 
 
 TORCH_DRAFT_KERNELS = DraftKernels(reference.draft_inputs, reference.write_drafts, reference.note_accepted)
@@ -161,8 +161,8 @@ class ModelDrafter:
         """Write the sampled drafts, as in `kernels.speculation.reference.write_drafts`."""
         self.kernels.write_drafts(self.tables.sampling, self.scratch.state, rows, sample_rows, sampled)
 
-    def note_accepted(self, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
-        self.kernels.note_accepted(self.tables.sampling, self.scratch.state, rows, num_drafts, counts)
+    def note_accepted(self, rows: Tensor, counts: Tensor) -> None:
+        self.kernels.note_accepted(self.tables.sampling, self.scratch.state, rows, counts)
 
     def compute(
         self,

@@ -28,10 +28,10 @@ class Drafter(Protocol):
         FROM_PREDICTION; needs: bits of `sampling.sampler` for the union of the rows' needs.
         """
 
-    def note_accepted(self, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
+    def note_accepted(self, rows: Tensor, counts: Tensor) -> None:
         """Note which drafts were accepted.
 
-        rows, num_drafts: as for `propose`; counts: [B] int32, as in `kernels.speculation.reference.accept`.
+        rows: as for `propose`; counts: [B] int32, as in `kernels.speculation.reference.accept`.
         """
 
 
@@ -79,7 +79,7 @@ class NgramDrafter:
     def propose(self, rows: Tensor, num_drafts: int, sources: Tensor, needs: int = 0) -> None:
         self.kernels.propose_ngrams(self.tables, self.predictions, rows, num_drafts, sources, self.rule)
 
-    def note_accepted(self, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
+    def note_accepted(self, rows: Tensor, counts: Tensor) -> None:
         return None
 
 
@@ -142,4 +142,4 @@ class Speculator:
         self.kernels.accept(self.tables, rows, 1 + num_drafts, sampled[:count], sources, sampled[count:])
         if self.states is not None:
             self.kernels.fold_accepted(self.states, rows, self.tables.lengths, sampled[count:])
-        self.drafter.note_accepted(rows, num_drafts, sampled[count:])
+        self.drafter.note_accepted(rows, sampled[count:])

@@ -321,8 +321,8 @@ class Scheduler:
                 stats.accepted += accepted
             if num_drafts:
                 if has_model:
-                    # All accepted drafts but the last of the step were inputs of the draft model.
-                    stats.model_len = before + min(count, plan.num_drafts) - 1
+                    # All accepted drafts but the last of the row were inputs of the draft model.
+                    stats.model_len = before + min(count, num_drafts) - 1
                 delta.drafted.append(seq.request_id)
                 delta.drafts.extend((num_drafts, accepted, is_predicted))
             if outcome is not None:

@@ -42,10 +42,9 @@ class FakeDraftModel:
         self.drafted, self.lacking = self.drafted + is_ready, self.lacking + (not is_ready)
         return is_ready
 
-    def follow(self, row: int, tokens: list[int], slots: Slots, drafts: list[int], passes: int) -> None:
-        """Compute all drafts but the last of a step. passes: of the model in this step."""
-        end = len(tokens) + min(len(drafts), passes - 1)
-        self._write([*tokens, *drafts], slots, len(tokens), end)
+    def follow(self, tokens: list[int], slots: Slots, drafts: list[int]) -> None:
+        """Compute all drafts of a row but the last."""
+        self._write([*tokens, *drafts], slots, len(tokens), len(tokens) + len(drafts) - 1)
 
     def check(self, tokens: list[int], slots: Slots, end: int) -> None:
         """Check that the positions below `end` hold the keys and values of these tokens."""

@@ -30,5 +30,5 @@ class KnownDrafter:
             for index, draft in enumerate(drafts[: len(room)]):
                 room[index] = draft
 
-    def note_accepted(self, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
+    def note_accepted(self, rows: Tensor, counts: Tensor) -> None:
         return None

@@ -316,7 +316,7 @@ class FakeRuntime:
         tokens, slots = [known[position] for position in range(length)], self._slots(row, length + len(drafts))
         if not model.begin(row.row, tokens, slots, len(plan.rows)):
             return []
-        model.follow(row.row, tokens, slots, drafts, plan.num_drafts)
+        model.follow(tokens, slots, drafts)
         return drafts
 
     def _following(self, row: ScheduledSequence, count: int) -> list[int]:
@@ -351,7 +351,7 @@ class FakeRuntime:
                 known.update(enumerate([max(token, 0) for token in run], length))
                 self.lengths[row.row] = length + len(run)
                 if self.draft_model is not None and drafts:
-                    self.draft_model.lengths[row.row] = length + min(len(run), plan.num_drafts) - 1
+                    self.draft_model.lengths[row.row] = length + min(len(run), len(drafts)) - 1
                 assert self.lengths[row.row] <= self._limit(row), f"{row} is beyond its limit"
             if self.recurrent is not None:
                 self.recurrent.accept(row.row, self.lengths[row.row] - 1)

@@ -253,7 +253,7 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
         passed = tables, [table], state, index, queries, (more, more), more.long(), is_first
         yield lambda passed=passed: draft_inputs(*passed, pdl=gpu.pdl)
     yield lambda: write_drafts(tables, state, index, more, more, pdl=gpu.pdl)
-    yield lambda: note_accepted(tables, state, index, 3, more, pdl=gpu.pdl)
+    yield lambda: note_accepted(tables, state, index, more, pdl=gpu.pdl)
     yield from recurrent_kernels(gpu)
 
 

@@ -162,23 +162,21 @@ def write_drafts(
 
 
 @triton.jit
-def _note_accepted_kernel(counts_ptr, lengths_ptr, drafted_ptr, rows_ptr, num_drafts, PDL: tl.constexpr):
+def _note_accepted_kernel(counts_ptr, lengths_ptr, drafted_ptr, rows_ptr, PDL: tl.constexpr):
     number = tl.program_id(0)
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + number).to(tl.int64)
     packed = tl.load(counts_ptr + number)
-    new = packed & 0xFF
-    known = tl.load(lengths_ptr + row) - new + tl.minimum(new - 1, num_drafts - 1)
-    tl.store(drafted_ptr + row, known, mask=(row > 0) & ((packed >> DRAFTS_SHIFT & 0xFF) > 0))
+    new, drafts = packed & 0xFF, packed >> DRAFTS_SHIFT & 0xFF
+    known = tl.load(lengths_ptr + row) - new + tl.minimum(new, drafts) - 1
+    tl.store(drafted_ptr + row, known, mask=(row > 0) & (drafts > 0))
 
 
-def note_accepted(
-    tables: SamplingTables, state: DraftState, rows: Tensor, num_drafts: int, counts: Tensor, pdl: bool = False
-) -> None:
+def note_accepted(tables: SamplingTables, state: DraftState, rows: Tensor, counts: Tensor, pdl: bool = False) -> None:
     """Count the positions of accepted drafts; see `kernels.speculation.reference.note_accepted`."""
     if len(rows):
         _note_accepted_kernel[(len(rows),)](
-            *(counts, tables.lengths, state.lengths, rows, num_drafts),
+            *(counts, tables.lengths, state.lengths, rows),
             PDL=pdl,
             num_warps=1,
             **({"launch_pdl": True} if pdl else {}),

@@ -194,16 +194,15 @@ def write_drafts(tables: SamplingTables, state: DraftState, rows: Tensor, sample
         state.counts[row] += 1
 
 
-def note_accepted(tables: SamplingTables, state: DraftState, rows: Tensor, num_drafts: int, counts: Tensor) -> None:
-    """Count the positions of accepted drafts that the draft model has computed: all but the last draft of a step.
+def note_accepted(tables: SamplingTables, state: DraftState, rows: Tensor, counts: Tensor) -> None:
+    """Count the positions of accepted drafts that the draft model has computed: all but the last draft of a row.
 
-    rows: [B] int32, 0 for padding; num_drafts: number of tokens that the draft model was run for; counts: [B] int32, as
-    written by `accept`.
+    rows: [B] int32, 0 for padding; counts: [B] int32, as written by `accept`.
     """
     for row, packed in zip(rows.tolist(), counts.tolist(), strict=True):
         new, drafted = packed & 0xFF, packed >> DRAFTS_SHIFT & 0xFF
         if row and drafted:
-            state.lengths[row] = int(tables.lengths[row]) - new + min(new - 1, num_drafts - 1)
+            state.lengths[row] = int(tables.lengths[row]) - new + min(new, drafted) - 1
 
 
 def propose_ngrams(

@@ -35,13 +35,21 @@ def acceptance_of(driven: DrivenEngine) -> tuple[int, int]:
     return stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_target_as_its_own_draft_model_is_always_right(kind: str, folder: Path) -> None:
-    """Whatever the phases without drafts, the chunks of prompts and the hits were before."""
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [*(("cpu", tokens) for tokens in range(1, 8)), *((kind, 4) for kind in list(KINDS)[1:])]
+)
+def test_the_target_as_its_own_draft_model_is_always_right(kind: str, tokens: int, folder: Path) -> None:
+    """Whatever the phases without drafts, the chunks of prompts and the hits were before.
+
+    The keys and values that it has not computed are NaN, and it has no drafts of them.
+    """
     prompts = [[5, 9, 14], list(range(3, 30)), [5, 9, 14, 7, 8]]
     with KINDS[kind].kernels():
         plain = build(folder, KINDS[kind])
-        driven = build(folder, KINDS[kind], speculate=f"model:{folder}", speculate_tokens=3)
+        driven = build(folder, KINDS[kind], speculate=f"model:{folder}", speculate_tokens=tokens)
+        draft = runtime_of(driven).kv.draft
+        assert draft is not None
+        draft.pool.fill_(torch.nan)
         for temperature in (0.0, 1.0):
             before = acceptance_of(driven)[1]
             params = SamplingParams(24, temperature=temperature, seed=5, ignore_eos=True)
@@ -49,6 +57,22 @@ def test_the_target_as_its_own_draft_model_is_always_right(kind: str, folder: Pa
             drafted, accepted = acceptance_of(driven)
             assert drafted == accepted > before + 30
     assert driven.engine.scheduler.audit() == []
+
+
+@pytest.mark.parametrize(("tokens", "total"), [(2, 9), (5, 25), (7, 17), (7, 33)])
+def test_a_page_that_lacks_its_last_position_is_made_up_for(tokens: int, total: int, folder: Path) -> None:
+    """A row has fewer drafts before its end, and the last one that it accepts was no input of the draft model."""
+    prompt, params = [5, 9, 14], SamplingParams(total - 3, temperature=0.0, ignore_eos=True)
+    driven = build(folder, KINDS["cpu"], speculate=f"model:{folder}", speculate_tokens=tokens)
+    draft, tree = runtime_of(driven).kv.draft, driven.engine.scheduler.memory.tree
+    assert draft is not None and tree is not None
+    draft.pool.fill_(torch.nan)
+    [output] = driven.generate([prompt], [params])
+    before = acceptance_of(driven)[0]
+    driven.generate([[*prompt, *output, 7, 8]], [SamplingParams(12, temperature=0.0, ignore_eos=True)])
+    assert driven.engine.scheduler.memory.num_hit_tokens == total - 1
+    drafted, accepted = acceptance_of(driven)
+    assert drafted == accepted > before + 6
 
 
 def test_a_cache_hit_of_pages_that_the_draft_model_lacks_is_made_up_for(folder: Path) -> None:

@@ -54,12 +54,14 @@ def test_each_draft_is_the_input_of_the_next(device: str) -> None:
     assert tables.tokens[2, 3:6].tolist() == [8, -1, -1], "the token before the last has no draft"
 
 
-@pytest.mark.parametrize(("new", "expected"), [(1, 7), (2, 8), (3, 9), (4, 9)])
-def test_accepted_drafts_are_known_but_for_the_last(new: int, expected: int, device: str) -> None:
-    """A row of 7 tokens had 3 drafts; another had none, and keeps its number."""
+@pytest.mark.parametrize(
+    ("drafts", "new", "expected"), [(3, 1, 7), (3, 2, 8), (3, 3, 9), (3, 4, 9), (2, 3, 8), (1, 1, 7), (1, 2, 7)]
+)
+def test_accepted_drafts_are_known_but_for_the_last(drafts: int, new: int, expected: int, device: str) -> None:
+    """A row of 7 tokens had some drafts; another had none, and keeps its number."""
     tables, state = drafting([7 + new, 8], [16, 16], [3, 3], device), state_of([0, 7, 4], device)
-    counts = integers([new | 3 << DRAFTS_SHIFT, 1, 0], device)
-    note_accepted(tables, state, integers([1, 2, 0], device), 3, counts)
+    counts = integers([new | drafts << DRAFTS_SHIFT, 1, 0], device)
+    note_accepted(tables, state, integers([1, 2, 0], device), counts)
     assert state.lengths.tolist() == [0, expected, 4]
 
 
@@ -79,8 +81,7 @@ def test_kernels_equal_their_oracles(queries: int, count: int, rng: Random) -> N
     pages = torch.cat([whole.pages, torch.randint(1, 99, (count + 1, 4)).int()], 1)
     table = [PageTable(pages[:, :4], 4, 24), PageTable(pages[:, 4:], 4, 24, window=3, ring=2)]
     samples, index = torch.full((2, 2, len(rows)), -5, dtype=torch.int32), torch.zeros((2, len(rows))).long()
-    num_drafts = rng.randint(1, 4)
-    for number in range(num_drafts):
+    for number in range(rng.randint(1, 4)):
         sampled = integers([rng.choice([-1, 5, 6]) for _ in rows], "cpu")
         found = []
         for kernels, tables, state, own, at in zip(
@@ -93,9 +94,9 @@ def test_kernels_equal_their_oracles(queries: int, count: int, rng: Random) -> N
         for ours, theirs in zip(*found, strict=True):
             assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         assert torch.equal(samples[0], samples[1]) and torch.equal(index[0], index[1])
-    counts = integers([rng.randint(1, 4) | rng.choice([0, 4]) << DRAFTS_SHIFT for _ in rows], "cpu")
-    note_accepted(both[0], states[0], rows, num_drafts, counts)
-    reference.note_accepted(both[1], states[1], rows, num_drafts, counts)
+    counts = integers([rng.randint(1, 4) | rng.randint(0, 4) << DRAFTS_SHIFT for _ in rows], "cpu")
+    note_accepted(both[0], states[0], rows, counts)
+    reference.note_accepted(both[1], states[1], rows, counts)
     assert torch.equal(both[0].tokens, both[1].tokens)
     for ours, theirs in zip(states[0], states[1], strict=True):
         assert torch.equal(ours[1:], theirs[1:])
