@@ -33,16 +33,12 @@ MAX_VERIFY_POSITIONS = 512
 
 
 def draft_sizes(speculate: str, tokens: SpeculateTokens) -> tuple[int, ...]:
-    """Choose the numbers of drafts of steps; a number in between is padded to the next.
-
-    tokens: maximum number of drafts.
-    """
+    """Choose the numbers of drafts of steps. tokens: maximum number of drafts."""
     if speculate == "off":
         return ()
     if tokens == "auto":
         return DRAFT_SIZES
-    largest = next(size for size in DRAFT_SIZES if size >= tokens)
-    return tuple([size for size in DRAFT_SIZES if size <= largest])
+    return (*[size for size in DRAFT_SIZES if size < tokens], tokens)
 
 
 def draft_prompts(step_tokens: int) -> tuple[int, ...]:

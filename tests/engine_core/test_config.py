@@ -166,9 +166,17 @@ def test_contradicting_options_are_refused_with_numbers(options: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sizes"), [("auto", (1, 2, 3, 5, 7)), (1, (1,)), (3, (1, 2, 3)), (4, (1, 2, 3, 5)), (7, (1, 2, 3, 5, 7))]
+    ("tokens", "sizes"),
+    [
+        ("auto", (1, 2, 3, 5, 7)),
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (4, (1, 2, 3, 4)),
+        (6, (1, 2, 3, 5, 6)),
+        (7, (1, 2, 3, 5, 7)),
+    ],
 )
-def test_numbers_of_drafts_are_padded_to_those_that_are_captured(tokens: Any, sizes: tuple[int, ...]) -> None:
+def test_the_largest_number_of_drafts_and_some_smaller_ones_are_captured(tokens: Any, sizes: tuple[int, ...]) -> None:
     config = decide("cuda", speculate="ngram", speculate_tokens=tokens)
     assert config.draft_sizes == sizes and config.max_lead == 2 * sizes[-1]
     assert all(rows * (1 + drafts) <= 512 for rows, drafts in config.verify_shapes)
