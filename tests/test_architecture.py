@@ -82,6 +82,7 @@ L5_NAMES = (
             "stage_checkpoint",
             "staged_values",
             "file_stamps",
+            "served_model",
             "checkpoint_stager",
             "checkpoint_copy",
             "weights",

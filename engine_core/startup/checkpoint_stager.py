@@ -1,9 +1,11 @@
 """The process that checks and reads a checkpoint before a swap, as the engine sees it."""
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -13,6 +15,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.startup.checkpoint_copy import CheckpointCopy
 from tandem.engine_core.startup.file_stamps import Stamp, folder_stamp
+from tandem.engine_core.startup.served_model import ServedModel
 
 PROGRAM = "tandem.engine_core.startup.stage_checkpoint"
 
@@ -20,7 +23,7 @@ PROGRAM = "tandem.engine_core.startup.stage_checkpoint"
 class StagerRun(Struct):
     """One run of the program, which a thread follows. A run that was cancelled may end after the next one began."""
 
-    process: subprocess.Popen[str] | None
+    process: subprocess.Popen[bytes] | None
     percent: int = 0
     result: str | None = None
 
@@ -32,14 +35,14 @@ class ProcessStager:
     """
 
     def __init__(
-        self, base: Path, wake: Callable[[], None], *, keeps_copy: bool = False, parent: Path | None = None
+        self, served: ServedModel, wake: Callable[[], None], *, keeps_copy: bool = False, parent: Path | None = None
     ) -> None:
         """Start nothing.
 
-        base: folder of the engine's model; wake: called at the end of each process; keeps_copy: True to copy what is
+        served: the engine's model; wake: called at the end of each process; keeps_copy: True to copy what is
         staged (--swap-copy); parent: as in `CheckpointCopy.create`.
         """
-        self.base = base
+        self.served = served
         self.wake = wake
         self.keeps_copy = keeps_copy
         self.parent = parent
@@ -56,7 +59,7 @@ class ProcessStager:
         self.cancel()
         self.release()
         self._stamps = {path: folder_stamp(Path(path))}
-        command = [sys.executable, "-m", PROGRAM, str(self.base), path]
+        command = [sys.executable, "-m", PROGRAM, path]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
             inherited: tuple[int, ...] = ()
@@ -64,13 +67,7 @@ class ProcessStager:
                 self._copy = CheckpointCopy.create(Path(path), self.parent)
                 command, inherited = [*command, str(self._copy.path)], self._copy.descriptors
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-                errors="replace",
-                pass_fds=inherited,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=inherited
             )
         except OSError as error:
             self.release()
@@ -111,16 +108,19 @@ class ProcessStager:
         names = {tensor.path.name for tensor in checkpoint.tensors.values()}
         return tuple([entry for entry in self._stamps[path] if entry[0] in names])
 
-    def _follow(self, run: StagerRun, process: subprocess.Popen[str]) -> None:
+    def _follow(self, run: StagerRun, process: subprocess.Popen[bytes]) -> None:
         reason = ""
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
         with process:
-            for line in process.stdout:
-                head, _, rest = line.strip().partition(" ")
+            with suppress(BrokenPipeError), process.stdin:
+                pickle.dump(self.served, process.stdin)
+            for data in process.stdout:
+                line = data.decode(errors="replace").strip()
+                head, _, rest = line.partition(" ")
                 if head == "percent":
                     run.percent = int(rest)
                 else:
-                    reason = line.strip()
+                    reason = line
         code = process.returncode
         run.result = "" if code == 0 else reason or f"the process that staged it ended with code {code}"
         self.wake()

@@ -1,19 +1,17 @@
 """Program that checks a checkpoint before a swap, and reads it into the page cache.
 
-Usage: `python -m tandem.engine_core.startup.stage_checkpoint BASE FOLDER [COPY]`. It writes `percent N` lines to
-stdout, and exits with 0, or with 1 after a line with the reason why the weights of FOLDER cannot take the place of
-those of BASE. COPY: folder of a `CheckpointCopy`, which is filled, and checked in place of FOLDER.
+Usage: `python -m tandem.engine_core.startup.stage_checkpoint FOLDER [COPY]`, with a pickled `ServedModel` of the engine
+on stdin. It writes `percent N` lines to stdout, and exits with 0, or with 1 after a line with the reason why the
+weights of FOLDER cannot take the place of the engine's. COPY: folder of a `CheckpointCopy`, which is filled, and
+checked in place of FOLDER.
 """
 
-import hashlib
-import json
 import logging
 import os
+import pickle
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from msgspec import structs
 
@@ -24,12 +22,11 @@ from tandem.engine_core.loader.fit import IGNORED_SUFFIXES
 from tandem.engine_core.loader.header import StoredTensor
 from tandem.engine_core.loader.regular_file import open_regular
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
-from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import open_checkpoint, read_config
+from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.startup.checkpoint_copy import CHUNK_BYTES, TEMPLATES, fill_copy
+from tandem.engine_core.startup.served_model import ServedModel
 from tandem.engine_core.startup.staged_values import KV_SCALES, check_values, read_stored
-from tandem.protocol.model_folder import template_fingerprint
 
 _FREE = (*IGNORED_SUFFIXES, *KV_SCALES)
 """Suffixes of tensors that a checkpoint may have or lack: KV scales are calibrated then."""
@@ -53,40 +50,29 @@ def check_files(folder: Path) -> None:
                 raise ConfigError(f"{printable(str(path))} cannot be read: {error.strerror}") from None
 
 
-def check_swap(base: Path, folder: Path) -> None:
-    """Check that the weights of a folder can take the place of those of a base without anything else changing.
+def check_swap(served: ServedModel, folder: Path) -> None:
+    """Check that the weights of a folder can take the place of those of a model without anything else changing.
 
     Raises ConfigError with the first difference and both of its values.
     """
     check_files(folder)
-    ours, theirs = _without_tensors(read_config(base)), _without_tensors(read_config(folder))
-    if ours.architecture != theirs.architecture:
-        raise ConfigError(f"the architecture is {theirs.architecture}, that of {base} is {ours.architecture}")
-    fields = structs.asdict(theirs)
-    for name, value in structs.asdict(ours).items():
+    base, found = served.folder, ServedModel.read(folder)
+    if served.config.architecture != found.config.architecture:
+        raise ConfigError(
+            f"the architecture is {found.config.architecture}, that of {base} is {served.config.architecture}"
+        )
+    fields = structs.asdict(found.config)
+    for name, value in structs.asdict(served.config).items():
         if name == "dtype":
             continue  # Weights are cast to the engine's.
         if value != fields[name]:
             raise _difference(name, fields[name], value, base)
-    facts: dict[str, Callable[[Path], object]] = {
-        "tokenizer.json": lambda path: _digest(path / "tokenizer.json"),
-        "the chat template": template_fingerprint,
-        "generation_config.json": lambda path: _json(path / "generation_config.json"),
-    }
-    for what, read in facts.items():
-        if (found := read(folder)) != (held := read(base)):
-            raise _difference(what, found, held, base)
-    held, found = open_checkpoint(base, ours), open_checkpoint(folder, theirs)
-    _check_tensors(held, found)
-    check_values(held, found, theirs)
-
-
-def _without_tensors(config: ModelConfig) -> ModelConfig:
-    """Return a configuration without the names of stored tensors, some of which a checkpoint may have or lack."""
-    quantization = config.quantization
-    if quantization is None:
-        return config
-    return structs.replace(config, quantization=replace(quantization, stored=None, stored_as={}, unmatched=None))
+    for what, held in served.files.items():
+        if found.files[what] != held:
+            raise _difference(what, found.files[what], held, base)
+    ours, theirs = open_checkpoint(base, served.config), open_checkpoint(folder, found.config)
+    _check_tensors(ours, theirs)
+    check_values(ours, theirs, found.config)
 
 
 def _check_tensors(base: Checkpoint, found: Checkpoint) -> None:
@@ -114,21 +100,6 @@ def _check_tensors(base: Checkpoint, found: Checkpoint) -> None:
 def _is_sorted(tensor: StoredTensor) -> bool:
     groups = read_stored(tensor).flatten()
     return bool((groups[1:] >= groups[:-1]).all())
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else "missing"
-
-
-def _json(file: Path) -> Any:
-    if not file.is_file():
-        return None
-    try:
-        fields = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    # The version of the library that wrote it changes nothing.
-    return {k: v for k, v in fields.items() if k != "transformers_version"} if isinstance(fields, dict) else fields
 
 
 def _difference(what: str, found: object, held: object, base: Path) -> ConfigError:
@@ -161,10 +132,10 @@ def main() -> int:
     parent = os.getppid()
     os.nice(10)
     logging.disable(logging.WARNING)
-    base, folder, *copies = map(Path, sys.argv[1:])
+    folder, *copies = map(Path, sys.argv[1:])
     try:
-        shown = -1
-        for percent in _stage(base, folder, copies[0] if copies else None):
+        served, shown = pickle.load(sys.stdin.buffer), -1
+        for percent in _stage(served, folder, copies[0] if copies else None):
             if os.getppid() != parent:
                 return 1  # The engine is gone.
             if percent != shown:
@@ -184,15 +155,15 @@ def main() -> int:
     return 0
 
 
-def _stage(base: Path, folder: Path, copy: Path | None) -> Iterator[int]:
+def _stage(served: ServedModel, folder: Path, copy: Path | None) -> Iterator[int]:
     """Check a checkpoint and read it, or make its copy and check that; yield the percentage that was read."""
     if copy is None:
-        check_swap(base, folder)
+        check_swap(served, folder)
         yield from read_through(folder)
     else:
         check_files(folder)
         yield from fill_copy(folder, copy, CpuDevice().free_bytes())
-        check_swap(base, copy)
+        check_swap(served, copy)
 
 
 def _give_up() -> int:

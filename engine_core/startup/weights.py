@@ -16,6 +16,7 @@ from tandem.engine_core.startup.checkpoint_stager import ProcessStager
 from tandem.engine_core.startup.file_stamps import Stamp, weights_stamp
 from tandem.engine_core.startup.model_weights import ModelWeights
 from tandem.engine_core.startup.runtime import ModelSource
+from tandem.engine_core.startup.served_model import ServedModel
 from tandem.engine_core.weight_swaps import WeightSwaps, next_version
 from tandem.protocol.weights_file import WeightsFile, read_weights_file, write_weights_file
 
@@ -113,7 +114,7 @@ def build_swaps(
     on_swap: called once other weights of a folder serve; keeps_copy: True to copy what is staged (--swap-copy).
     """
     parent = None if file is None else file.parent
-    stager = ProcessStager(source.directory, wake, keeps_copy=keeps_copy, parent=parent)
+    stager = ProcessStager(ServedModel.read(source.directory), wake, keeps_copy=keeps_copy, parent=parent)
 
     def load(path: str, progress: Progress) -> None:
         try:

@@ -17,6 +17,7 @@ from tandem.engine_core.loader.source_file import SourceFile, memory_of
 from tandem.engine_core.startup import checkpoint_copy
 from tandem.engine_core.startup.checkpoint_copy import CheckpointCopy, fill_copy
 from tandem.engine_core.startup.checkpoint_stager import ProcessStager
+from tandem.engine_core.startup.served_model import ServedModel
 from tandem.protocol.commands import SwapWeights
 from tests.engine_core.models.test_llama import save_random
 from tests.engine_core.weight_updates.test_engine_updates import expected, generate
@@ -142,7 +143,7 @@ def test_a_process_fills_and_checks_the_copy(source: Path, tmp_path: Path) -> No
     new, done, parent = tmp_path / "new", Event(), tmp_path / "copies"
     parent.mkdir()
     shutil.copytree(source, new)
-    stager = ProcessStager(source, done.set, keeps_copy=True, parent=parent)
+    stager = ProcessStager(ServedModel.read(source), done.set, keeps_copy=True, parent=parent)
     assert staged(stager, new, done) == ""
     before = tensors_of(new)
     shutil.rmtree(new)

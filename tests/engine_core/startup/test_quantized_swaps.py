@@ -17,6 +17,7 @@ from tandem.engine_core.models.registry import Model, read_config
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.startup.model_weights import ModelWeights
+from tandem.engine_core.startup.served_model import ServedModel
 from tandem.engine_core.startup.sleep import tables_of
 from tandem.engine_core.startup.stage_checkpoint import check_swap
 from tests.engine_core.layers.quantized import test_mixed_checkpoints
@@ -121,7 +122,7 @@ def test_a_swap_and_back_and_a_sleep_equal_fresh_loads_in_the_same_storage(name:
     for seed, folder in enumerate((first, second)):
         CASES[name](folder, seed)
     turn_groups(second)
-    check_swap(first, second)
+    check_swap(ServedModel.read(first), second)
     quantization = Quantization(ONLINE_FP8) if name.endswith("fp8 at load") else None
     memory = HostMemory()
     model = load(first, quantization=quantization, memory=memory)

@@ -1,8 +1,10 @@
 """What the process that stages a checkpoint refuses, and its death."""
 
+import io
 import json
 import logging
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -23,6 +25,7 @@ from tandem.engine_core.loader.source_file import SourceFile
 from tandem.engine_core.startup import stage_checkpoint
 from tandem.engine_core.startup.checkpoint_stager import PROGRAM, ProcessStager
 from tandem.engine_core.startup.file_stamps import folder_stamp
+from tandem.engine_core.startup.served_model import ServedModel
 from tandem.engine_core.startup.stage_checkpoint import check_swap, read_through
 from tests.support.model_folder import write_model
 
@@ -53,7 +56,7 @@ def set_field(folder: Path, name: str, value: object) -> None:
 
 def test_other_weights_of_the_same_model_fit(pair: tuple[Path, Path]) -> None:
     base, new = pair
-    check_swap(base, new)
+    check_swap(ServedModel.read(base), new)
     assert list(read_through(new))[-1] == 100
 
 
@@ -103,15 +106,15 @@ def test_another_model_is_refused_with_both_values(pair: tuple[Path, Path], name
     edit, words = DIFFERENCES[name]
     edit(new)
     with pytest.raises(ConfigError) as caught:
-        check_swap(base, new)
+        check_swap(ServedModel.read(base), new)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_kv_scales_may_come_and_go(pair: tuple[Path, Path]) -> None:
     base, new = pair
     change(base, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}))
-    check_swap(base, new)
-    check_swap(new, base)
+    check_swap(ServedModel.read(base), new)
+    check_swap(ServedModel.read(new), base)
 
 
 def make_socket(path: Path) -> None:
@@ -143,7 +146,7 @@ def test_everything_but_files_is_refused_by_name(pair: tuple[Path, Path], kind: 
             path.rename(kept)
         SPECIAL[kind](path)
         with pytest.raises(ConfigError) as caught:
-            check_swap(base, new)
+            check_swap(ServedModel.read(base), new)
         assert str(path) in str(caught.value)
         with pytest.raises(ConfigError) as caught:  # Also if it has become one since it was listed.
             read_header(path)
@@ -157,7 +160,7 @@ def test_everything_but_files_is_refused_by_name(pair: tuple[Path, Path], kind: 
             path.unlink()
         if kept.exists():
             kept.rename(path)
-    check_swap(base, new)
+    check_swap(ServedModel.read(base), new)
 
 
 def test_a_tensor_in_two_files_is_refused_with_both(pair: tuple[Path, Path]) -> None:
@@ -170,24 +173,28 @@ def test_a_tensor_in_two_files_is_refused_with_both(pair: tuple[Path, Path]) -> 
     index = new / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map | {"model.norm.weight": "two.safetensors"}}))
     with pytest.raises(ConfigError) as caught:
-        check_swap(base, new)
+        check_swap(ServedModel.read(base), new)
     assert all(word in str(caught.value) for word in ("model.norm.weight", "one.safetensors", "two.safetensors"))
 
 
 def test_a_process_whose_engine_is_gone_ends_quietly(pair: tuple[Path, Path]) -> None:
     base, new = pair
-    command = [sys.executable, "-m", PROGRAM, str(base), str(new)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-m", PROGRAM, str(new)], **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(pickle.dumps(ServedModel.read(base)))
+        process.stdin.close()
         process.stdout.close()
-        assert process.stderr.read() == ""
+        assert process.stderr.read() == b""
     assert process.returncode == 1
 
 
 def test_an_error_of_a_parser_is_a_reason(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["", *map(str, pair)])
+    base, new = pair
+    monkeypatch.setattr(sys, "argv", ["", str(new)])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pickle.dumps(ServedModel.read(base)))))
     monkeypatch.setattr(os, "nice", lambda _: 0)
     monkeypatch.setattr(stage_checkpoint, "check_swap", Mock(side_effect=RecursionError("too deep")))
     disabled = logging.root.manager.disable
@@ -215,7 +222,7 @@ def staged(stager: ProcessStager, done: Event) -> str:
 def test_process_stages_a_checkpoint(pair: tuple[Path, Path]) -> None:
     base, new = pair
     done = Event()
-    stager = ProcessStager(base, done.set)
+    stager = ProcessStager(ServedModel.read(base), done.set)
     stager.start(str(new))
     assert staged(stager, done) == ""
     assert stager.progress() == 100
@@ -226,11 +233,26 @@ def test_process_stages_a_checkpoint(pair: tuple[Path, Path]) -> None:
         stager.staged_folder(str(new))
 
 
+def test_a_checkpoint_is_compared_with_the_model_that_serves_and_not_with_what_its_files_say_now(
+    pair: tuple[Path, Path],
+) -> None:
+    base, new = pair
+    done = Event()
+    stager = ProcessStager(ServedModel.read(base), done.set)
+    set_field(base, "rms_norm_eps", 0.5)
+    (base / "generation_config.json").write_text('{"temperature": 0.3}')
+    stager.start(str(base))
+    assert "rms_norm_eps is 0.5" in staged(stager, done)
+    done.clear()
+    stager.start(str(new))
+    assert staged(stager, done) == ""
+
+
 def test_a_broken_file_is_a_reason(pair: tuple[Path, Path]) -> None:
     base, new = pair
     done = Event()
     os.truncate(new / "model.safetensors", 100)
-    stager = ProcessStager(base, done.set)
+    stager = ProcessStager(ServedModel.read(base), done.set)
     stager.start(str(new))
     assert "model.safetensors" in staged(stager, done)
 
@@ -238,7 +260,7 @@ def test_a_broken_file_is_a_reason(pair: tuple[Path, Path]) -> None:
 def test_a_killed_process_is_a_reason(pair: tuple[Path, Path]) -> None:
     base, new = pair
     done = Event()
-    stager = ProcessStager(base, done.set)
+    stager = ProcessStager(ServedModel.read(base), done.set)
     stager.start(str(new))
     assert stager.pid is not None
     os.kill(stager.pid, signal.SIGKILL)
@@ -247,7 +269,7 @@ def test_a_killed_process_is_a_reason(pair: tuple[Path, Path]) -> None:
 
 def test_the_end_of_a_cancelled_process_is_not_the_result_of_the_next(pair: tuple[Path, Path]) -> None:
     base, new = pair
-    stager = ProcessStager(base, lambda: None)
+    stager = ProcessStager(ServedModel.read(base), lambda: None)
     stager.start(str(new))
     first = stager._run
     stager.cancel()
@@ -257,8 +279,9 @@ def test_the_end_of_a_cancelled_process_is_not_the_result_of_the_next(pair: tupl
     stager.cancel()
 
 
-def test_a_process_that_cannot_start_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stager = ProcessStager(tmp_path, lambda: None)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
-    stager.start(str(tmp_path))
+def test_a_process_that_cannot_start_is_a_reason(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    base, new = pair
+    stager = ProcessStager(ServedModel.read(base), lambda: None)
+    monkeypatch.setattr(sys, "executable", str(base / "missing"))
+    stager.start(str(new))
     assert "missing" in (stager.result() or "")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.startup.served_model import ServedModel
 from tandem.engine_core.startup.stage_checkpoint import check_swap
 from tests.engine_core.startup.test_quantized_swaps import CASES
 
@@ -36,7 +37,7 @@ def set_value(folder: Path, name: str, value: float, shape: tuple[int, ...] = ()
 
 def refusal(base: Path, new: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_swap(base, new)
+        check_swap(ServedModel.read(base), new)
     return str(caught.value)
 
 
@@ -87,8 +88,8 @@ def test_what_loading_would_refuse_is_refused(folders: tuple[Path, Path], name: 
 def test_kv_scales_may_come_and_go_with_quantized_weights(folders: tuple[Path, Path]) -> None:
     base, new = folders
     set_value(new, f"{LAYER}self_attn.k_scale", 0.5)
-    check_swap(base, new)
-    check_swap(new, base)
+    check_swap(ServedModel.read(base), new)
+    check_swap(ServedModel.read(new), base)
 
 
 @pytest.mark.parametrize("folders", ["fp8_block"], indirect=True)
@@ -118,4 +119,4 @@ def test_scales_of_zero_are_accepted_where_they_say_nothing_new(folders: tuple[P
     for folder in (base, new):
         set_value(folder, f"{DOWN}weight_scale_inv", 0.0)
     set_value(new, f"{LAYER}self_attn.k_scale", 0.0)
-    check_swap(base, new)
+    check_swap(ServedModel.read(base), new)
