@@ -123,7 +123,6 @@ class WeightSwaps:
         if self._state != "staging" or command is None or (problem := self.stager.result()) is None:
             return None
         if problem:
-            logger.error("%s cannot be swapped in: %s", command.path, problem)
             self._end(problem)
             return None
         if not command.activate:
@@ -154,6 +153,8 @@ class WeightSwaps:
             self.active_path = command.path
             logger.info("weights of %s, version %s", command.path, self.switch.version.name)
             self.save(command.path, self.switch.version.name)
+        if problem:
+            logger.error("%s was not swapped in: %s", command.path, problem)
         is_staged = self._state == "staged" and not problem
         self.problem = problem
         if not is_staged:

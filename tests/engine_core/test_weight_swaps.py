@@ -151,7 +151,7 @@ def test_a_swap_is_cancelled_at_the_end_of_its_grace() -> None:
     bench.finish()
 
 
-def test_weights_that_cannot_be_loaded_leave_the_old_ones() -> None:
+def test_weights_that_cannot_be_loaded_leave_the_old_ones(caplog: pytest.LogCaptureFixture) -> None:
     bench = SwapBench()
     bench.problem = "the disk is gone"
     bench.submit(1, 10)
@@ -161,6 +161,7 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones() -> None:
     assert [(answer.ok, answer.message) for answer in bench.answers] == [(False, "the disk is gone")]
     assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 10, frozenset())
     assert (bench.swaps.active_path, bench.saved) == ("/base", [])
+    assert "the disk is gone" in caplog.text
 
 
 def test_a_second_swap_is_refused_while_one_is_in_progress() -> None:

@@ -17,6 +17,7 @@ from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
 from tandem.frontend.engine.calls import UpdateCall
 from tandem.frontend.errors import ApiError, malformed
+from tandem.frontend.request.field_types import String
 from tandem.frontend.request.schema import Schema, closed
 from tandem.protocol.commands import (
     MAX_NAME_BYTES,
@@ -70,6 +71,7 @@ class FinishBody(Struct):
     weight_version: str | None = None
 
 
+_VERSION = String(max_chars=MAX_NAME_BYTES, max_bytes=MAX_NAME_BYTES, one_line=True)
 _INIT = msgspec.json.Decoder(InitBody)
 _UPDATE = msgspec.json.Decoder(UpdateBody)
 _FINISH = msgspec.json.Decoder(FinishBody | None)
@@ -85,8 +87,10 @@ def parse_init(body: bytes) -> InitInfo:
     has_address = info.master_address is not None or info.master_port is not None
     if not has_address and info.nccl_unique_id_b64 is None:
         raise malformed("{param} needs nccl_unique_id_b64, or master_address and master_port", "init_info")
-    if has_address and (not info.master_address or info.master_port is None or not 0 < info.master_port < 2**16):
+    if has_address and (not info.master_address or info.master_port is None):
         raise malformed("{param} needs both master_address and master_port", "init_info")
+    if info.master_port is not None and not 0 < info.master_port < 2**16:
+        raise malformed(f"{{param}} must be between 1 and 65535, not {info.master_port}", "init_info.master_port")
     return info
 
 
@@ -104,9 +108,7 @@ def parse_finish(body: bytes) -> str:
     """Parse the body of the end of an update, which may be empty; return the version. Raises ApiError 400."""
     found = _decoded(_FINISH, body) if body.strip() else None
     version = "" if found is None else found.weight_version or ""
-    if len(version.encode()) > MAX_NAME_BYTES:
-        raise malformed(f"{{param}} has at most {MAX_NAME_BYTES} bytes", "weight_version")
-    return version
+    return _VERSION.check("weight_version", version) if version else ""
 
 
 def _decoded(decoder: "msgspec.json.Decoder[_Body]", body: bytes) -> _Body:

@@ -145,6 +145,8 @@ def test_an_update_is_finished_without_a_body(server: RunningServer, engine: Fak
         (CALLS[2], {"update_info": {**UPDATE, "names": [1, 2]}}),
         (CALLS[2], {"update_info": []}),
         (CALLS[3], {"weight_version": "x" * 257}),
+        (CALLS[3], {"weight_version": "step\n7"}),
+        (CALLS[3], {"weight_version": 7}),
     ],
 )
 def test_bodies_that_are_not_valid_are_refused(
