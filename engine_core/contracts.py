@@ -311,6 +311,9 @@ class WeightUpdates(Protocol):
         running: effect on running sequences; reply: answers the call, with its problem or "".
         """
 
+    def refuse(self, command: UpdateCommand, problem: str) -> str:
+        """Return the text of the refusal of a call, which may close the group."""
+
     def advance(self) -> None:
         """Continue the calls that wait for the trainer. Never blocks."""
 

@@ -256,19 +256,23 @@ class Control:
         call = command.call
         if self.updates is None:
             return Answer(call, False, "the weights cannot be updated; start the engine with --enable-weight-updates")
-        if not isinstance(command, InitWeightTransfer) and self.sleep.takes_weights:
-            return Answer(call, False, _ASLEEP)
-        is_paused = self.pause.holds_rows or (self.pause.mode == "wait" and not self.scheduler.num_begun)
-        # Asleep, or without complete weights, it computes nothing either.
-        is_paused = is_paused or self.sleep.holds_rows or bool(self.weights.problem)
-        if not isinstance(command, InitWeightTransfer) and not is_paused:
-            return Answer(call, False, "the engine runs; pause it before an update of its weights")
+        if not isinstance(command, InitWeightTransfer) and (problem := self._update_refusal()):
+            return Answer(call, False, self.updates.refuse(command, problem))
 
         def reply(problem: str) -> None:
             self.weights.reply(client, Answer(call, not problem, problem))
 
         self.updates.call(command, "restart" if self.pause.clear_cache else "keep", reply)
         return None
+
+    def _update_refusal(self) -> str:
+        """Return why the weights cannot be updated now, "" if they can."""
+        if self.sleep.takes_weights:
+            return _ASLEEP
+        is_paused = self.pause.holds_rows or (self.pause.mode == "wait" and not self.scheduler.num_begun)
+        # Asleep, or without complete weights, it computes nothing either.
+        is_paused = is_paused or self.sleep.holds_rows or bool(self.weights.problem)
+        return "" if is_paused else "the engine runs; pause it before an update of its weights"
 
     def _find_adapter(self, name: str) -> Adapter | None:
         """Return the adapter of a request. Raises RequestError if it is not loaded."""

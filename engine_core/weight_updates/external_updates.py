@@ -114,6 +114,16 @@ class ExternalUpdates:
             case FinishWeightUpdate(_, version):
                 self._finish(version, running, reply)
 
+    def refuse(self, command: UpdateCommand, problem: str) -> str:
+        """Return the text of a refusal. One of tensors closes the group.
+
+        The trainer may be sending them already, and the next call would receive them in place of its own.
+        """
+        if not isinstance(command, UpdateWeights) or self._group is None:
+            return problem
+        self.close()
+        return f"{problem}\n  The group was closed; initialize it again"
+
     def advance(self) -> None:
         """Take a group that has been joined."""
         pending = self._pending
@@ -174,10 +184,10 @@ class ExternalUpdates:
 
     def _update(self, command: UpdateWeights, running: RunningMode, reply: Reply) -> None:
         if self._announced is None or self._group is None:
-            reply("no update was started; call /start_weight_update first")
+            reply(self.refuse(command, "no update was started; call /start_weight_update first"))
             return
         if self.switch.change is not None:
-            reply("another change of the weights is in progress; wait for its end")
+            reply(self.refuse(command, "another change of the weights is in progress; wait for its end"))
             return
         try:
             specs = self._last
@@ -187,9 +197,7 @@ class ExternalUpdates:
                 raise ConfigError("no tensors are named; only a later call may leave them out")
             self._announced.check(specs)
         except ConfigError as error:
-            # The trainer may be sending already, so its next broadcast would not be that of the next call.
-            self.close()
-            reply(f"{error}\n  The group was closed; initialize it again")
+            reply(self.refuse(command, str(error)))
             return
         self._last = specs
         given = command.buffer_bytes

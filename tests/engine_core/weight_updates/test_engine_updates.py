@@ -240,21 +240,52 @@ def test_tensors_that_do_not_fit_are_refused_before_the_first_byte(
 
 
 def test_calls_out_of_order_are_refused(folders: list[Path]) -> None:
-    trained = TrainedEngine(folders[0])
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    announced = described(tensors)
     trained.pause()
     assert not trained.call(StartWeightUpdate).ok, "no group"
     trained.resume()
     trained.init()
     assert not trained.call(StartWeightUpdate).ok, "it runs"
     trained.pause()
-    assert not trained.call(lambda call: UpdateWeights(call, ["a"], ["float32"], [[1]])).ok
+    assert not trained.call(lambda call: UpdateWeights(call, *announced)).ok
     assert not trained.finish().ok
+    assert not trained.call(StartWeightUpdate).ok, "the group was closed"
     trained.init()
-    assert not trained.call(lambda call: UpdateWeights(call, ["a"], ["float32"], [[1]])).ok
     trained.start()
     assert not trained.finish().ok, "nothing was received"
     trained.resume()
     assert generate(trained) == expected(folders[0])
+
+
+@pytest.mark.parametrize("reason", ["runs", "sleeps", "not started", "unknown tensor", "other change"])
+def test_a_refused_call_for_tensors_closes_the_group(folders: list[Path], reason: str) -> None:
+    """What the trainer is sending already must not be received by the next call."""
+    trained, (names, dtypes, shapes) = TrainedEngine(folders[0]), described(weights_of(folders[1]))
+    control = trained.driven.engine.control
+    trained.pause()
+    trained.init()
+    if reason != "not started":
+        trained.start()
+    if reason == "runs":
+        trained.resume()
+    elif reason == "sleeps":
+        control.sleep.asleep = frozenset({"weights"})
+    elif reason == "unknown tensor":
+        names = ["unknown", *names[1:]]
+    elif reason == "other change":
+        control.weights.change = Mock(running="wait", deadline=float("inf"))
+    answer = control.apply(CLIENT, UpdateWeights(900, names, dtypes, shapes))
+    if answer is None:
+        _, answer = control.weights.take_replies()[-1]
+    assert isinstance(answer, Answer) and not answer.ok and "closed" in answer.message
+    control.sleep.asleep, control.weights.change = frozenset(), None
+    trained.pause()
+    assert not trained.call(StartWeightUpdate).ok
+    trained.init()
+    trained.update(weights_of(folders[1]))
+    trained.resume()
+    assert generate(trained) == expected(folders[1])
 
 
 def test_a_second_trainer_does_not_end_the_update_that_is_due(folders: list[Path]) -> None:
