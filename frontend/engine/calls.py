@@ -63,7 +63,7 @@ class EngineCalls:
     """Table of open calls, which matches replies to calls by number.
 
     Numbers are never reused, so late replies are ignored. `send` sends a call or raises ApiError 503. Every method
-    raises ApiError 503 if no reply arrives.
+    raises ApiError 503 if no reply arrives; time during which the weights change does not count.
 
     """
 
@@ -80,6 +80,8 @@ class EngineCalls:
         self._open: dict[int, asyncio.Future[EngineReply | Heartbeat]] = {}
         self._reads: dict[int, int] = {}
         """Open calls that only read, by number, with the heartbeats that have come during a change of the weights."""
+        self._limits: dict[int, tuple[asyncio.Timeout, float]] = {}
+        """Time limits of open calls, by number, with their seconds."""
 
     @property
     def num_open(self) -> int:
@@ -172,10 +174,15 @@ class EngineCalls:
         """Answer reads by a heartbeat that was sent during a change of the weights, as the engine then cannot.
 
         The first one may have been sent before the call, which the engine perhaps has answered, so only the second one
-        counts.
+        counts. Calls that change something are carried out afterwards, so their time begins again: one that fails must
+        not take effect later.
         """
         if heartbeat.weights is None or heartbeat.weights.state != "changing" or heartbeat.pause is None:
             return
+        now = asyncio.get_running_loop().time()
+        for limit, seconds in self._limits.values():
+            if not limit.expired():
+                limit.reschedule(now + seconds)
         for number in self._reads:
             self._reads[number] += 1
             future = self._open[number]
@@ -239,14 +246,19 @@ class EngineCalls:
         is_read: bool = False,
     ) -> EngineReply | Heartbeat:
         number = next(self._numbers)
-        future = self._open[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EngineReply | Heartbeat] = asyncio.get_running_loop().create_future()
+        self._open[number] = future
         if is_read:
             self._reads[number] = 0
         try:
-            self._send(make(number))
-            return await asyncio.wait_for(future, timeout)
+            async with asyncio.timeout(timeout) as limit:
+                if timeout is not None:
+                    self._limits[number] = limit, timeout
+                self._send(make(number))
+                return await future
         except TimeoutError:
             raise unavailable(f"the engine did not answer within {timeout:g} s; {remedy}") from None
         finally:
             del self._open[number]
             self._reads.pop(number, None)
+            self._limits.pop(number, None)

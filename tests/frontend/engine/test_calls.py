@@ -12,6 +12,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Answer, Heartbeat, Inspection, PauseFacts, Phase, SwapFacts, WeightFacts, WeightState
 from tandem.protocol.stats import EngineStats
 from tests.support.refusals import raises_api_error
+from tests.support.virtual_loop import VirtualLoop
 
 NO_PAUSE = PauseFacts(None, False, False)
 
@@ -63,6 +64,43 @@ def test_calls_of_adapters_have_a_time_of_their_own(ask: Callable[[EngineCalls],
         assert (caught.value.status, calls.num_open) == (503, 0)
 
     asyncio.run(wait_in_vain())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda calls: calls.resume(),
+        lambda calls: calls.pause("keep", False),
+        lambda calls: calls.pause("abort", True),
+        lambda calls: calls.reset_prefix_cache(),
+        lambda calls: calls.load_adapter("a", "/a", False, "/"),
+    ],
+)
+def test_time_during_which_the_weights_change_does_not_count(ask: Callable[[EngineCalls], Awaitable[object]]) -> None:
+    """The engine carries a call out after the change, so it must not have failed by then."""
+
+    async def wait(changes: bool) -> None:
+        sent: list[EngineCall] = []
+        calls = EngineCalls(sent.append, timeout=10.0, adapter_timeout=10.0)
+        call = asyncio.ensure_future(ask(calls))
+        for _ in range(20):
+            await asyncio.sleep(1.0)
+            if changes:
+                calls.note_heartbeat(beat("changing", SwapFacts("idle", "", 0, "/old", "3")))
+        if not changes:
+            with pytest.raises(ApiError, match=r"\b10 s"):
+                await call
+            return
+        await asyncio.sleep(9.0)
+        calls.answer(Answer(sent[0].call, True))
+        await call
+        late = asyncio.ensure_future(ask(calls))
+        with pytest.raises(ApiError, match=r"\b10 s"):
+            await late
+
+    for changes in (True, False):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(wait(changes))
 
 
 def beat(state: WeightState, swap: SwapFacts, pause: PauseFacts | None = NO_PAUSE, sleeping: int = 0) -> Heartbeat:
