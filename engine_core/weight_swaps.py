@@ -4,9 +4,11 @@ import logging
 from collections.abc import Callable
 
 from tandem.engine_core.contracts import CheckpointStager, RunningMode, WeightChange
+from tandem.engine_core.errors import WeightsError
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.protocol.commands import SWAP_MODES, CancelSwap, InspectSwap, SwapMode, SwapWeights
 from tandem.protocol.events import Answer, SwapFacts, SwapState
+from tandem.protocol.logs import printable
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,8 @@ class WeightSwaps:
             return f"grace is {command.grace}, 0 to {MAX_GRACE:g} seconds"
         if len(command.version.encode()) > MAX_VERSION_BYTES:
             return f"a version has at most {MAX_VERSION_BYTES} bytes in UTF-8"
+        if command.activate and command.version and command.version == self.switch.version.name:
+            return _in_use(command.version)
         staged = self._command
         if self._state in ("staging", "draining") and staged is not None:
             return f"a swap to {staged.path} is in progress; wait for its end, or cancel it"
@@ -137,10 +141,12 @@ class WeightSwaps:
     def _activate(self) -> str:
         command = self._command
         assert command is not None
+        if command.version and command.version == self.switch.version.name:  # An update may have taken it meanwhile.
+            raise WeightsError(_in_use(command.version), is_intact=True)
         self._percent_loaded, self._state = 0, "loading"
         self.on_load()
         self.load(command.path, self._note_loaded)
-        return command.version or next_version(self.switch.version.name)
+        return command.version or self.switch.next_name
 
     def _note_loaded(self, done: int, total: int) -> None:
         self._percent_loaded = done * 100 // max(1, total)
@@ -182,9 +188,5 @@ class WeightSwaps:
         self.switch.reply(self._client, Answer(command.call, not problem, problem, swap=self.facts))
 
 
-def next_version(version: str) -> str:
-    """Return a version that follows another: the next number, or one appended to a name."""
-    name, _, number = version.rpartition("+")
-    if version.isdecimal():
-        return str(int(version) + 1)
-    return f"{name}+{int(number) + 1}" if name and number.isdecimal() else f"{version}+1"
+def _in_use(version: str) -> str:
+    return f"version {printable(version)} is that of the weights which serve; give those of the checkpoint another"

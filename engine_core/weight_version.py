@@ -12,4 +12,13 @@ class WeightVersion(Struct, frozen=True):
     """Version that outputs report; "" on an engine whose weights cannot change."""
 
 
+MAX_DIGITS = 15
+"""Digits of a version that counts as a number; a longer one is a name."""
+
+
+def number_of(name: str) -> int:
+    """Return the number that a version is, 0 for a name."""
+    return int(name) if name.isascii() and name.isdecimal() and len(name) <= MAX_DIGITS else 0
+
+
 INITIAL = WeightVersion(0, "")

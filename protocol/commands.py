@@ -309,7 +309,7 @@ class SwapWeights(Command, frozen=True, array_like=True, tag=12):
     activate: bool = True
     """False to only stage the checkpoint; a later swap of the same path activates it."""
     version: str = ""
-    """Version that outputs report; "": the next number."""
+    """Version that outputs report; "": the highest number of a version so far plus 1."""
 
 
 class CancelSwap(Command, frozen=True, array_like=True, tag=13):

@@ -15,6 +15,8 @@ class WeightsFile(Struct, frozen=True):
     version: str = "0"
     stamp: tuple[tuple[str, int, int, int, int], ...] = ()
     """Name, device, inode, size and time of modification of its files when they were loaded; empty: unknown."""
+    highest: int = 0
+    """Highest number that a version has had, also of weights that were in memory only."""
 
 
 def read_weights_file(file: Path) -> WeightsFile:

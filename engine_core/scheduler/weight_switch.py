@@ -1,8 +1,10 @@
 """The change of the weights that is due, and what it holds up until then."""
 
+from collections.abc import Callable
+
 from tandem.engine_core.contracts import WeightChange
 from tandem.engine_core.errors import WeightsError
-from tandem.engine_core.weight_version import WeightVersion
+from tandem.engine_core.weight_version import WeightVersion, number_of
 from tandem.protocol.events import AnyEvent, WeightFacts, WeightState
 
 _DROPPED = "a sleep of level 2 has dropped them (POST /wake_up without tags loads those of a folder again)"
@@ -15,9 +17,13 @@ class WeightSwitch:
     by `cancel` or at its deadline.
     """
 
-    def __init__(self, name: str = "") -> None:
-        """Start with complete weights. name: of their version."""
+    def __init__(self, name: str = "", highest: int = 0) -> None:
+        """Start with complete weights. name: of their version; highest: number of a version of an engine before."""
         self.version = WeightVersion(0, name)
+        self.highest = max(highest, number_of(name))
+        """Highest number that a version has had, also in engines before this one."""
+        self.on_number: Callable[[int], None] = lambda _: None
+        """Called with a new highest number before weights of that version are used."""
         self.is_complete = True
         """False if some tensors may be of other weights than the rest: nothing may be computed."""
         self.problem = ""
@@ -30,6 +36,11 @@ class WeightSwitch:
     def holds_rows(self) -> bool:
         """True if no step may be launched."""
         return not self.is_complete or (self.change is not None and self.change.running != "wait")
+
+    @property
+    def next_name(self) -> str:
+        """Default name of the next version, which no weights had before."""
+        return str(self.highest + 1)
 
     @property
     def facts(self) -> WeightFacts:
@@ -65,6 +76,9 @@ class WeightSwitch:
         self.is_complete = name is not None
         if name is not None:
             self.version, self.problem = WeightVersion(self.version.number + 1, name), ""
+            if (number := number_of(name)) > self.highest:
+                self.highest = number
+                self.on_number(number)
         change.finish("")
         return name is not None
 

@@ -70,7 +70,7 @@ from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.step_timing import measure_costs
 from tandem.engine_core.startup.weight_formats import WeightFormats, weight_formats
 from tandem.engine_core.startup.weight_updates import UpdatedMark, build_updates, guard_restart, transfer_backend
-from tandem.engine_core.startup.weights import ActiveFiles, build_swaps, open_active
+from tandem.engine_core.startup.weights import ActiveFiles, build_swaps, note_number, open_active
 from tandem.engine_core.weight_swaps import WeightSwaps
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
@@ -196,7 +196,8 @@ def build_engine(
     log.mark("timing of steps")
     switch = None
     if options.enable_weight_updates:
-        switch = WeightSwitch(WeightsFile().version if active is None else active.version)
+        switch = WeightSwitch(WeightsFile().version) if active is None else WeightSwitch(active.version, active.highest)
+        switch.on_number = partial(note_number, weights_file)
         status.weights = switch.facts
     weight_version = "" if switch is None else switch.version.name
     facts = _facts(config, source, weight_version)

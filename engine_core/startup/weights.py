@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.engine_core.errors import ConfigError, WeightsError
 from tandem.engine_core.loader.checkpoint import Checkpoint
@@ -17,7 +17,8 @@ from tandem.engine_core.startup.file_stamps import Stamp, weights_stamp
 from tandem.engine_core.startup.model_weights import ModelWeights
 from tandem.engine_core.startup.runtime import ModelSource
 from tandem.engine_core.startup.served_model import ServedModel
-from tandem.engine_core.weight_swaps import WeightSwaps, next_version
+from tandem.engine_core.weight_swaps import WeightSwaps
+from tandem.engine_core.weight_version import number_of
 from tandem.protocol.weights_file import WeightsFile, read_weights_file, write_weights_file
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ class ActiveWeights(Struct, frozen=True):
     checkpoint: Checkpoint
     version: str
     stamp: Stamp
+    highest: int = 0
+    """Highest number that a version has had."""
 
 
 class ActiveFiles:
@@ -61,29 +64,40 @@ class ActiveFiles:
 def open_active(source: ModelSource, file: Path | None) -> ActiveWeights:
     """Open the checkpoint that served last: that of a swap, or else that of the model.
 
-    If its files have changed since, their version is a new one. file: of the supervisor, which notes what is loaded;
-    None: there was no engine before. Raises ConfigError.
+    If its files have changed since, or are lost, the version is a new one. file: of the supervisor, which notes what is
+    loaded; None: there was no engine before. Raises ConfigError.
     """
     try:
         stored = WeightsFile() if file is None else read_weights_file(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the file of the weights cannot be read: {error}") from None
+    highest = max(stored.highest, number_of(stored.version))
     try:
         checkpoint = open_checkpoint(Path(stored.path) if stored.path else source.directory, source.model)
     except ConfigError as error:
         if not stored.path:
             raise
         logger.error("the weights of version %s are lost, --model serves again: %s", stored.version, error)
-        stored = WeightsFile()
+        stored = WeightsFile("", str(highest + 1))
         checkpoint = open_checkpoint(source.directory, source.model)
     version, stamp = stored.version, weights_stamp(checkpoint)
     if stored.stamp and stamp != stored.stamp:
-        version = next_version(stored.version)
+        version = str(highest + 1)
         logger.warning(
             "the files in %s have changed: they are version %s of the weights", checkpoint.directory, version
         )
-    _note(file, WeightsFile(stored.path, version, stamp))
-    return ActiveWeights(checkpoint, version, stamp)
+    highest = max(highest, number_of(version))
+    _note(file, WeightsFile(stored.path, version, stamp, highest))
+    return ActiveWeights(checkpoint, version, stamp, highest)
+
+
+def note_number(file: Path | None, number: int) -> None:
+    """Note the highest number of a version for the next engine. file: as in `open_active`."""
+    if file is not None:
+        try:
+            _note(file, structs.replace(read_weights_file(file), highest=number))
+        except (OSError, ValueError) as error:
+            logger.error("a restarted engine may give the version %d again: %s", number, error)
 
 
 def _note(file: Path | None, contents: WeightsFile) -> bool:
@@ -129,7 +143,7 @@ def build_swaps(
         files.folder, files.stamp = Path(path), stamp
 
     def save(path: str, version: str) -> None:
-        if _note(file, WeightsFile(path, version, files.stamp)):
+        if _note(file, WeightsFile(path, version, files.stamp, switch.highest)):
             on_swap()
 
     return WeightSwaps(switch, stager, load, str(files.folder), save)

@@ -20,7 +20,9 @@ from tandem.engine_core.loader.slots import Loadable, WeightSlot
 from tandem.engine_core.weight_updates.group import GroupInfo, TransferError, TransferGroup
 from tandem.engine_core.weight_updates.tensors import TensorSpec, packed, tensor_specs, unpacked
 from tandem.engine_core.weight_updates.update_slots import UpdateSlots
+from tandem.engine_core.weight_version import WeightVersion
 from tandem.protocol.commands import FinishWeightUpdate, InitWeightTransfer, StartWeightUpdate, UpdateWeights
+from tandem.protocol.logs import printable
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,11 @@ class Switch(Protocol):
 
     change: WeightChange | None
     problem: str
+    version: WeightVersion
+
+    @property
+    def next_name(self) -> str:
+        """Default name of the next version."""
 
     def begin(self, change: WeightChange) -> None:
         """Make a change due; none may be."""
@@ -96,7 +103,6 @@ class ExternalUpdates:
         self._announced: UpdateSlots | None = None
         """Slots that announced tensors are checked against; None: no update was started."""
         self._last: tuple[TensorSpec, ...] = ()
-        self._count = 0
 
     @property
     def is_receiving(self) -> bool:
@@ -214,9 +220,11 @@ class ExternalUpdates:
         if self.switch.change is not None:
             reply("another change of the weights is in progress; wait for its end")
             return
-        self._count += 1
+        if version and version == self.switch.version.name:
+            reply(f"version {printable(version)} is that of the weights before; finish with another")
+            return
         self._announced = self.slots = None
-        self.switch.begin(Finish(self.model, slots, version or f"update-{self._count}", running, reply))
+        self.switch.begin(Finish(self.model, slots, version or self.switch.next_name, running, reply))
 
     def abandon(self) -> None:
         """Abandon the update in progress, and keep the group."""

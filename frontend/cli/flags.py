@@ -64,7 +64,8 @@ SWAP_FLAGS = (
          choices=SWAP_MODES, default="wait"),
     Flag("grace", "", "seconds that running requests may take to end, with wait; then the swap is cancelled", float,
          (0, 86400), metavar="SECONDS", default=300.0),
-    Flag("weight_version", "", "version that outputs report", metavar="NAME", default_text="the next number"),
+    Flag("weight_version", "", "version that outputs report", metavar="NAME",
+         default_text="the highest number so far plus 1"),
     Flag("stage_only", "", "only check and read the checkpoint; the same command without this activates it",
          is_switch=True),
 )

@@ -7,6 +7,7 @@ import pytest
 from tandem.engine_core.errors import WeightsError
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.weight_swaps import WeightSwaps
+from tandem.engine_core.weight_version import WeightVersion
 from tandem.protocol.commands import CancelSwap, InspectSwap, SwapMode, SwapWeights
 from tandem.protocol.events import Answer, SwapFacts
 from tests.fakes.checkpoint_stager import FakeStager
@@ -102,6 +103,42 @@ def test_a_staged_checkpoint_is_activated_by_a_second_swap() -> None:
     assert bench.stager.num_released == 1
     assert bench.stager.paths == ["/new"]
     assert bench.answers[1:] == [Answer(6, True, swap=SwapFacts("idle", "", 0, "/new", "step-200"))]
+
+
+def swap(bench: SwapBench, version: str) -> str:
+    """Swap weights; return the version that serves, or the reason of a refusal."""
+    call = len(bench.answers) + 1
+    bench.say(SwapWeights(call, "/new", version=version))
+    bench.engine.tick()
+    if bench.swaps.facts.state == "staging":
+        bench.stage("")
+    for _ in range(2):
+        bench.engine.tick()
+    answer = bench.answers[-1]
+    assert answer.call == call and answer.swap is not None
+    return answer.swap.version if answer.ok else answer.message
+
+
+def test_no_weights_get_a_default_version_that_others_had() -> None:
+    bench = SwapBench()
+    given = ["", "7", "", "7", "", "a", "", "9" * 200, "", "a", ""]
+    versions = ["1", "7", "8", "7", "9", "a", "10", "9" * 200, "11", "a", "12"]
+    assert [swap(bench, version) for version in given] == versions
+
+
+def test_a_swap_to_the_version_that_serves_is_refused() -> None:
+    bench = SwapBench()
+    assert swap(bench, "a") == "a"
+    assert "version a " in swap(bench, "a")
+    bench.say(SwapWeights(50, "/new", version="b"))
+    bench.engine.tick()
+    bench.control.weights.version = WeightVersion(5, "b")  # An update has taken it.
+    bench.stage("")
+    for _ in range(2):
+        bench.engine.tick()
+    assert (bench.answers[-1].call, bench.answers[-1].ok) == (50, False)
+    assert bench.control.weights.is_complete
+    assert bench.saved == [("/new", "a")]
 
 
 def test_another_path_replaces_what_is_staged() -> None:

@@ -29,7 +29,7 @@ _BODY = BodyFormat(
         Field(
             "version",
             String(max_chars=MAX_NAME_BYTES, max_bytes=MAX_NAME_BYTES, one_line=True),
-            "Version that outputs report (default: the next number).",
+            "Version that outputs report (default: the highest number of a version so far plus 1).",
         ),
     )
 )

@@ -83,6 +83,22 @@ def test_an_updated_engine_answers_as_one_that_loaded_the_weights(folders: list[
     assert generate(trained) == first
 
 
+def test_versions_of_updates_are_not_given_twice(folders: list[Path]) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    weights, numbers = trained.driven.engine.control.weights, list[int]()
+    weights.on_number = numbers.append
+    trained.pause()
+    trained.init()
+    trained.update(tensors)
+    trained.update(tensors, "5")
+    trained.start()
+    assert trained.send(tensors).ok
+    answer = trained.finish("5")
+    assert not answer.ok and "5" in answer.message
+    assert trained.finish().ok
+    assert (weights.version.name, numbers) == ("6", [1, 5, 6])
+
+
 def test_parts_of_an_update_come_in_several_calls(folders: list[Path]) -> None:
     trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
     trained.pause()
