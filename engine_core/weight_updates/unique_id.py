@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 from tandem.engine_core.weight_updates.group import TransferError
@@ -10,6 +11,15 @@ UNIQUE_ID_BYTES = 128
 UNIQUE_ID_KEY = "broadcast_from/0/0"
 """Key under which vLLM's `StatelessProcessGroup` has the first object that rank 0 broadcasts."""
 MAX_PICKLE_BYTES = 4096
+MAX_OPCODES = 64
+"""Most instructions of a pickle, and most values that it keeps to use again. A structure takes up to 24."""
+_OPCODES = frozenset(
+    (
+        *("PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES", "EMPTY_DICT", "TUPLE2"),
+        *("GLOBAL", "STACK_GLOBAL", "MEMOIZE", "BINPUT", "BINGET", "REDUCE", "STOP"),
+    )
+)
+"""Instructions of a ctypes structure in pickle's protocols 3 to 5. Others allocate any amount, such as LONG_BINPUT."""
 _MODULE = ".device_communicators.pynccl_wrapper"
 
 
@@ -38,11 +48,21 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module[:100]}.{name[:100]} is not an ncclUniqueId")
 
 
+def _check_opcodes(data: bytes) -> None:
+    """Raise UnpicklingError for instructions that the pickle of a structure does not have."""
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        most = len(data) + 1 if opcode.name == "FRAME" else MAX_OPCODES
+        is_bounded = not isinstance(argument, int) or 0 <= argument < most
+        if opcode.name not in _OPCODES or count >= MAX_OPCODES or not is_bounded:
+            raise pickle.UnpicklingError(f"instruction {count}, {opcode.name}, is none of an ncclUniqueId")
+
+
 def read_unique_id(data: bytes) -> bytes:
     """Return the 128 bytes of a pickled `ncclUniqueId`. Raises TransferError for any other pickle."""
     if len(data) > MAX_PICKLE_BYTES:
         raise TransferError(f"the trainer's store has {len(data)} bytes as the id of its group, not an ncclUniqueId")
     try:
+        _check_opcodes(data)
         found = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # A damaged pickle may raise anything.
         raise TransferError(f"the trainer's store has no ncclUniqueId as the id of its group: {error}") from None

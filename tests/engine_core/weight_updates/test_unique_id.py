@@ -8,10 +8,12 @@ import struct
 import sys
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.weight_updates import unique_id
 from tandem.engine_core.weight_updates.group import TransferError
 from tandem.engine_core.weight_updates.hosts import address_of_id, allowed_address, check_address, parse_hosts
 from tandem.engine_core.weight_updates.unique_id import read_unique_id
@@ -49,6 +51,35 @@ def pickled(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_the_id_of_vllm_is_read(pickled: Any, module: str) -> None:
     assert read_unique_id(pickled(module)) == DATA
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_the_protocols_of_pickle_are_read(pickled: Any, protocol: int) -> None:
+    module = "vllm.distributed.device_communicators.pynccl_wrapper"
+    kind = type(pickle.loads(pickled(module)))
+    for dumps in (pickle.dumps, pickle._dumps):  # type: ignore[attr-defined]
+        assert read_unique_id(dumps(kind.from_buffer_copy(DATA), protocol)) == DATA
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"Nr" + struct.pack("<I", 2**20) + b".",
+        b"Np1048576\n.",
+        b"Nq\x40.",
+        b"}" + b"q\x3f" * 64 + b".",
+        b"\x80\x04}" + b"\x94" * 64 + b".",
+        b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"}.",
+        b"\x80\x05\x96" + struct.pack("<Q", 2**20) + b".",
+        b"\x80\x04\x8e" + struct.pack("<Q", 2**20) + b".",
+        b"B" + struct.pack("<I", 2**20) + b".",
+        b"K\x01K\x02\x86.",
+    ],
+)
+def test_instructions_that_no_structure_has_are_not_executed(data: bytes) -> None:
+    with patch.object(unique_id, "_Unpickler") as executed, pytest.raises(TransferError):
+        read_unique_id(data)
+    assert not executed.called
 
 
 class Calls:
