@@ -12,6 +12,8 @@ from tandem.protocol.text_files import decode_text, without_bom
 
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files other than config.json in which tools describe a quantization, with the `quant_method` that they imply."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Variables of templates for special tokens."""
 _UNSTRETCHED = ("default", "llama3")
 """Kinds of rotary embeddings for which `max_position_embeddings` is the whole number of positions."""
 
@@ -71,6 +73,23 @@ def template_fingerprint(folder: Path) -> str:
     except TemplateFileError:
         return ""
     return source.fingerprint if source is not None else ""
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Read the texts of a checkpoint's special tokens, by the variables of templates.
+
+    Those in tokenizer_config.json come before those in special_tokens_map.json. Raises TemplateFileError.
+    """
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        fields = read_settings(folder / file)
+        for name in SPECIAL_TOKENS:
+            value = fields.get(name)
+            # A token is a string, or an object with the key `content`.
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found[name] = value
+    return found
 
 
 def max_positions(folder: Path) -> int | None:

@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
-from tandem.protocol.model_folder import template_fingerprint
+from tandem.protocol.model_folder import TemplateFileError, special_tokens, template_fingerprint
 
 
 class ServedModel(Struct, frozen=True):
@@ -28,6 +28,7 @@ class ServedModel(Struct, frozen=True):
         files = {
             "tokenizer.json": _digest(folder / "tokenizer.json"),
             "the chat template": template_fingerprint(folder),
+            "the set of special tokens": _special_tokens(folder),
             "generation_config.json": _json(folder / "generation_config.json"),
         }
         return cls(folder, _without_tensors(read_config(folder)), files)
@@ -43,6 +44,13 @@ def _without_tensors(config: ModelConfig) -> ModelConfig:
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else "missing"
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    try:
+        return special_tokens(folder)
+    except TemplateFileError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _json(file: Path) -> Any:

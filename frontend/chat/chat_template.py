@@ -18,6 +18,7 @@ from tandem.protocol.model_folder import (
     find_templates,
     read_settings,
     read_template,
+    special_tokens,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ The token distinguishes generations of models that share a type.
 
 _CONTINUE_MARK = "CONTINUE_THE_MESSAGE_FROM_HERE "
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplateError(Exception):
@@ -161,7 +161,7 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
     ChatTemplateError if the file cannot be read or the template cannot be compiled.
     """
     try:
-        tokens = special_tokens(model_dir, read_settings(model_dir / "tokenizer_config.json"))
+        tokens = special_tokens(model_dir)
         if file is not None:
             source: TemplateSource | None = TemplateSource({"default": read_template(file)}, f"--chat-template {file}")
         else:
@@ -176,32 +176,10 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
     return template
 
 
-def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Read the texts of the checkpoint's special tokens, by template variable.
-
-    config: content of tokenizer_config.json. Raises TemplateFileError.
-    """
-    found: dict[str, str] = {}
-    for fields in (read_settings(model_dir / "special_tokens_map.json"), config):
-        for name in _SPECIAL_TOKENS:
-            if (text := _token_text(fields.get(name))) is not None:
-                found[name] = text
-    return found
-
-
 def model_types(config: Mapping[str, Any]) -> list[str]:
     """Return the `model_type` of config.json and of its `text_config`, if present."""
     found = [fields.get("model_type") for fields in (config, config.get("text_config")) if isinstance(fields, dict)]
     return [kind for kind in found if isinstance(kind, str)]
-
-
-def _token_text(value: object) -> str | None:
-    """Return the text of a special token in a tokenizer configuration.
-
-    The token is a string or an object with the key `content`.
-    """
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
 
 
 def _find_built_in(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | None:

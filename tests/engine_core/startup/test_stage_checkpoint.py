@@ -70,6 +70,14 @@ DIFFERENCES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "tokenizer": (lambda new: (new / "tokenizer.json").write_text("[]"), ("tokenizer.json",)),
     "missing tokenizer": (lambda new: (new / "tokenizer.json").unlink(), ("tokenizer.json", "missing")),
     "template": (lambda new: (new / "chat_template.jinja").write_text("{{ x }}"), ("chat template",)),
+    "special token": (
+        lambda new: (new / "tokenizer_config.json").write_text('{"bos_token": {"content": "<x>"}}'),
+        ("special tokens", "<x>", "bos_token"),
+    ),
+    "map of special tokens": (
+        lambda new: (new / "special_tokens_map.json").write_text('{"pad_token": "<x>"}'),
+        ("special tokens", "<x>", "pad_token"),
+    ),
     "generation config": (
         lambda new: (new / "generation_config.json").write_text('{"temperature": 0.3}'),
         ("generation_config.json", "0.3", "None"),

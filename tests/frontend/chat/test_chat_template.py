@@ -14,13 +14,12 @@ from tandem.frontend.chat.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     load_chat_template,
-    special_tokens,
 )
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.protocol.model_folder import TemplateSource
+from tandem.protocol.model_folder import TemplateSource, special_tokens
 from tests.fakes.tokenizer import BEGIN, END, write_tokenizer
 from tests.support.rendering import rendered
 
@@ -289,7 +288,8 @@ def test_special_tokens_are_read_from_both_config_files(tmp_path: Path) -> None:
         "pad_token": None,
         "additional_special_tokens": [],
     }
-    assert special_tokens(tmp_path, config) == {"bos_token": "<new>", "eos_token": "<end>", "unk_token": "<unk>"}
+    write(tmp_path, tokenizer_config=config)
+    assert special_tokens(tmp_path) == {"bos_token": "<new>", "eos_token": "<end>", "unk_token": "<unk>"}
 
 
 class Vocabulary:
