@@ -6,6 +6,7 @@ interpreter's types the rest; redundant computations are skipped or cached.
 
 from dataclasses import replace
 from functools import cache
+from inspect import unwrap
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,15 @@ def adapt_interpreter() -> None:
     """Apply all changes of this module to the interpreter of this process."""
     let_loops_end_where_the_device_says()
     patch_the_language_once_a_launch()
+    call_builtins_directly()
     skip_ignored_overflow_checks()
     keep_numpy_types()
     keep_shapes()
     keep_block_types()
+    keep_sizes()
+    unwrap_constants_only()
+    agree_on_types_once()
+    cast_at_once()
     broadcast_only_other_shapes()
     reduce_whole_blocks()
     convert_float8_as_torch_does()
@@ -103,6 +109,21 @@ def patch_the_language_once_a_launch() -> None:
     interpreter._patch_lang = patch_what_is_left
 
 
+def call_builtins_directly() -> None:
+    """Give builtins their semantics in one call, instead of by way of three that copy the arguments by name."""
+
+    def patch_attribute(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        function, semantics = unwrap(member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantics
+            return function(*args, **named)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch_attribute
+
+
 def skip_ignored_overflow_checks() -> None:
     """Compute integers once.
 
@@ -129,40 +150,170 @@ def keep_numpy_types() -> None:
 
 def keep_shapes() -> None:
     """Share the constants that are the shape of a tensor among all tensors of that shape."""
-
-    @cache
-    def constants(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        return tl.constexpr(prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
+    scalar = tl.constexpr(1), tl.tuple([])
 
     def initialize(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = constants(tuple(type.shape.values) if type.is_block() else ())
+        self.numel, self.shape = type.constants if type.is_block() else scalar
 
     tl.tensor.__init__ = initialize
 
 
 def keep_block_types() -> None:
-    """Check and name each type of blocks once."""
-    initialize, known = tl.block_type.__init__, {}
+    """Check and name each type of blocks once, and make the constants of its shape."""
+    initialize, known, types = tl.block_type.__init__, {}, {}
+
+    @cache
+    def constants(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
 
     def initialize_again(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        key = element_ty.name, sizes
         if key not in known:
-            initialize(self, element_ty, shape)
-            known[key] = dict(vars(self))
+            initialize(self, element_ty, list(sizes))
+            known[key] = dict(vars(self), sizes=sizes, constants=constants(sizes))
         vars(self).update(known[key], element_ty=element_ty)
 
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        key = scalar_ty.name, self.sizes
+        if key not in types:
+            types[key] = tl.block_type(scalar_ty, self.sizes)
+        return types[key]
+
     tl.block_type.__init__ = initialize_again
+    tl.block_type.with_element_ty = with_element_ty
+
+
+def keep_sizes() -> None:
+    """Compare the size of elements with that of their type, or of a pointer, by a table."""
+
+    names = [*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, *tl.dtype.FP_TYPES]
+    sizes = {name: max(tl.dtype(name).itemsize, 1) for name in names}
+
+    def fits(data: Any, kind: Any) -> bool:
+        return data.itemsize <= sizes.get(kind.name, 8)
+
+    interpreter._validate_np_data_size = fits
+
+
+def unwrap_constants_only() -> None:
+    """Return tensors, types and numbers as they are, without asking whether they are lists of constants."""
+    unwrap_any, plain = tl.core._unwrap_if_constexpr, {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
+
+    def unwrap_constant(given: Any) -> Any:
+        return given if type(given) in plain else unwrap_any(given)
+
+    tl.core._unwrap_if_constexpr = unwrap_constant
+
+
+def agree_on_types_once() -> None:
+    """Skip conversions of operands of one type, and convert each number to the type of the other operand once."""
+    check, converted, agreed = TritonSemantic.binary_op_type_checking_impl, {}, {}
+
+    def tensors(self: Any, lhs: Any, rhs: Any, options: tuple[bool, bool, bool, bool]) -> Any:
+        key = lhs.dtype.name, rhs.dtype.name, options
+        if key not in agreed:
+            found = check(self, lhs, rhs, *options)
+            same = found[0].dtype is lhs.dtype and found[1].dtype is rhs.dtype
+            agreed[key] = None if same else (found[0].dtype, found[1].dtype)
+        if (types := agreed[key]) is not None:
+            lhs, rhs = self.cast(lhs, types[0]), self.cast(rhs, types[1])
+        return self.broadcast_impl_value(lhs, rhs)
+
+    def checked(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        options = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        left, right = type(lhs) is tl.tensor, type(rhs) is tl.tensor
+        if left and right:
+            return tensors(self, lhs, rhs, options)
+        if left == right or not arithmetic_check:
+            return check(self, lhs, rhs, *options)
+        tensor, number = (lhs, rhs) if left else (rhs, lhs)
+        key = tensor.type.name, type(number), number, left, options
+        if key not in converted:
+            found = check(self, lhs, rhs, *options)
+            if found[not left] is not tensor:
+                return found
+            found[left].handle.data.flags.writeable = False
+            converted[key] = found[left]
+        return (tensor, converted[key]) if left else (converted[key], tensor)
+
+    TritonSemantic.binary_op_type_checking_impl = checked
+
+
+def cast_at_once() -> None:
+    """Convert between the types that NumPy has without asking what kinds of types they are."""
+    cast, plain = TritonSemantic.cast, {tl.float16, tl.float32, tl.float64, tl.int8, tl.int16, tl.int32, tl.int64}
+    plain |= {tl.uint8, tl.uint16, tl.uint32, tl.uint64}
+    names = {kind.name for kind in plain}
+
+    def cast_plain(self: Any, given: Any, target: Any, fp_downcast_rounding: Any = None) -> Any:
+        kind = target.scalar
+        if given.dtype.name == kind.name:
+            return given
+        if fp_downcast_rounding is not None or kind.name not in names or given.dtype.name not in names:
+            return cast(self, given, target, fp_downcast_rounding)
+        data = given.handle.data.astype(interpreter._get_np_dtype(kind))
+        return tl.tensor(interpreter.TensorHandle(data, kind), given.type.with_element_ty(kind))
+
+    TritonSemantic.cast = cast_plain
 
 
 def broadcast_only_other_shapes() -> None:
-    """Return operands of one shape as they are, without comparing each size; `keep_shapes` shares shapes."""
-    broadcast = TritonSemantic.broadcast_impl_value
+    """Broadcast to sizes that are computed once for each pair of shapes, and nothing that has them already.
+
+    NumPy's functions for broadcasting and for new axes take longer than a copy of a small block.
+    """
+    broadcast, expand, joint = (
+        TritonSemantic.broadcast_impl_value,
+        TritonSemantic.expand_dims,
+        cache(np.broadcast_shapes),
+    )
 
     def broadcast_others(self: Any, one: Any, other: Any) -> Any:
-        return (one, other) if one.shape is other.shape else broadcast(self, one, other)
+        if one.shape is other.shape:
+            return one, other
+        left, right = one.type, other.type
+        if not right.is_block():
+            return one, spread(other, left.with_element_ty(right))
+        if not left.is_block():
+            return spread(one, right.with_element_ty(left)), other
+        if len(left.sizes) != len(right.sizes):
+            return broadcast(self, one, other)
+        sizes = joint(left.sizes, right.sizes)
+        if left.sizes != sizes:
+            one = spread(one, tl.block_type(one.dtype, sizes))
+        if right.sizes != sizes:
+            other = spread(other, tl.block_type(other.dtype, sizes))
+        return one, other
+
+    def spread(tensor: Any, block: Any) -> Any:
+        return tl.tensor(create_broadcast(None, tensor.handle, block.sizes), block)
+
+    def create_broadcast(_builder: Any, arg: Any, shape: Any) -> Any:
+        data = np.empty(shape, arg.data.dtype)
+        data[...] = arg.data
+        return interpreter.TensorHandle(data, arg.dtype.scalar)
+
+    def expand_dims(self: Any, given: Any, axis: int) -> Any:
+        if not given.type.is_block() or axis < 0:
+            return expand(self, given, axis)
+        sizes = given.type.sizes
+        sizes = *sizes[:axis], 1, *sizes[axis:]
+        handle = interpreter.TensorHandle(given.handle.data.reshape(sizes), given.handle.dtype.scalar)
+        return tl.tensor(handle, tl.block_type(given.dtype, sizes))
 
     TritonSemantic.broadcast_impl_value = broadcast_others
+    TritonSemantic.expand_dims = expand_dims
+    interpreter.InterpreterBuilder.create_broadcast = create_broadcast
 
 
 def reduce_whole_blocks() -> None:
