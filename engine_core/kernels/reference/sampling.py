@@ -126,6 +126,8 @@ def draw_token(scores: Tensor, draw: Draw, number: int, segment: int = SEGMENT) 
     segments and 2 * number + 1 for tokens (see `philox`); segment: tokens per segment, a multiple of 4. Returns [S].
     """
     key = (draw.seed, draw.choice, draw.position)
+    if scores.shape[1] <= segment:  # Do not draw the only segment, nor noise for its padding.
+        return (scores + gumbel_noise(*key, scores.shape[1], 2 * number + 1)).argmax(-1)
     parts = functional.pad(scores, (0, -scores.shape[1] % segment), value=-torch.inf).unflatten(1, (-1, segment))
     masses = parts.logsumexp(-1)
     chosen = (masses + gumbel_noise(*key, masses.shape[1], 2 * number)).argmax(-1)
