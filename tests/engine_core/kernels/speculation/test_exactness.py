@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -64,15 +64,16 @@ def arbitrary(known: list[int], following: list[int], count: int, rng: random.Ra
 DRAFTERS = (perfect, adversarial, arbitrary)
 
 
-def logits_of(history: list[int]) -> Tensor:
+@cache
+def logits_of(history: tuple[int, ...]) -> Tensor:
     """Return logits that every token of the history changes."""
-    generator = torch.Generator().manual_seed(hash(tuple(history)) & 0xFFFF_FFFF)
+    generator = torch.Generator().manual_seed(hash(history) & 0xFFFF_FFFF)
     return torch.randn(VOCAB, generator=generator) * 2
 
 
 def histories(tables: SamplingTables, rows: Tensor, positions: Tensor) -> Tensor:
     found = [
-        logits_of(tables.tokens[row, : position + 1].tolist())
+        logits_of(tuple(tables.tokens[row, : position + 1].tolist()))
         for row, position in zip(rows.tolist(), positions.tolist(), strict=True)
     ]
     return torch.stack(found)
