@@ -1,5 +1,6 @@
 """Estimates of how many drafts of a step will be accepted, from those of the last steps."""
 
+import math
 from collections.abc import Sequence as Items
 
 PRIOR, PRIOR_WEIGHT = 0.6, 0.1
@@ -80,6 +81,19 @@ class Acceptance:
         for counts in (self._counts, self._recent):
             counts.limit(PROBED_WEIGHT)
         self._update()
+
+    def certain_share(self, deviations: float) -> float:
+        """Return the share of the first draft's probability that is left without some standard deviations of it.
+
+        1 before any draft was verified, as there is nothing to doubt then.
+        """
+        tried, estimate = self._counts.tried[0], self.survival[0]
+        if not tried or not estimate:
+            return 1.0
+        # Of a few drafts, all may be accepted or rejected by chance.
+        most = 1 - 1 / (tried + 2)
+        bounded = min(max(estimate, 1 - most), most)
+        return max(0.0, 1 - deviations * math.sqrt(bounded * (1 - bounded) / tried) / estimate)
 
     def _has_changed(self) -> bool:
         """Return True if the first drafts of the last steps contradict the estimate."""

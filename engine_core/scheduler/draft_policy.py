@@ -30,6 +30,10 @@ MAX_PROBES = 4
 """Maximum number of probes that plain steps save up for, without positions to make up for: new requests have none."""
 CATCH_UP_STEPS = 256
 """Number of steps with drafts that have to make up for the positions that the draft model lacks."""
+COSTLY_CATCH_UP, DOUBT = 2.0, 1.5
+"""Where making up for positions takes longer than this number of plain steps, estimates are reduced by this number of
+standard deviations: with 64 rows, drafts by a mistaken estimate cost more than 2 % of the tokens of the next 200 steps.
+"""
 MAX_GAP = 2
 """Largest number of positions that the draft model lacks after a step with drafts: that of the newest token, and that
 of the last draft if it was accepted."""
@@ -94,11 +98,13 @@ class DraftPolicy:
         context = sum([seq.num_scheduled_tokens for seq in sequences]) / rows
         plain = self.costs.milliseconds(padded, 0, context)
         gaps = self._gaps(drafting, padded)
-        catch_up = self.costs.catch_up_ms(sum(gaps)) / CATCH_UP_STEPS
+        missing_ms = self.costs.catch_up_ms(sum(gaps))
+        catch_up = missing_ms / CATCH_UP_STEPS
+        certain = self.acceptance.certain_share(DOUBT) if missing_ms > COSTLY_CATCH_UP * plain else 1.0
         best, chosen = (1 + MIN_GAIN) * rows / plain, 0
         expected = float(rows)
         for index, survival in enumerate(self.acceptance.survival[:largest]):
-            expected += len(drafting) * survival
+            expected += len(drafting) * survival * certain
             if index + 1 in self.sizes:
                 rate = expected / (self.costs.milliseconds(padded, index + 1, context) + catch_up)
                 if rate > best:

@@ -109,6 +109,18 @@ class TestOtherRequests:
         assert not any(policy.choose(costly) for _ in range(3000))
         assert sum(policy.choose(cheap) for _ in range(20)) == 4
 
+    @pytest.mark.parametrize(("lag", "are_enough"), [(0, True), (400, False)])
+    def test_few_right_drafts_do_not_let_many_rows_catch_up(self, lag: int, are_enough: bool) -> None:
+        """Which takes 64 rows 100 ms. Drafts pay from an acceptance of 0.35 on, and the estimate is 0.6."""
+        policy, rows = policy_of(0.9), rows_of(64)
+        policy.observe({(1, 0): 2, (1, 1): 3})
+        for seq in rows:
+            seq.drafts.model_lag, seq.drafts.model_len = lag, 400 - lag
+        with patch.object(policy, "_probe", return_value=0):
+            assert bool(policy.choose(rows)) == are_enough
+            policy.observe({(1, 0): 16, (1, 1): 48})
+            assert policy.choose(rows), "as it is beyond doubt"
+
     def test_steps_of_one_text_contradict_no_estimate(self) -> None:
         acceptance = Acceptance(1, 0.985)
         for _ in range(100):
