@@ -141,3 +141,9 @@ def test_the_report_of_a_check_has_its_memory(folders: tuple[Path, Path]) -> Non
     both = preflight(structs.replace(options, speculate=f"model:{folders[1]}"), [], lambda: 2**34, lambda: 2**34)
     assert not both.problems and "draft model" in both.model and "draft model" not in alone.model
     assert f"{resolve(*folders).source.layout.token_bytes} bytes" in both.model["draft model"]
+
+
+@pytest.mark.parametrize("tokens", [-1, 0, 8])
+def test_a_number_of_drafts_outside_its_bounds_is_refused(tokens: int, folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match=f"--speculate-tokens {tokens}: .*1 to 7"):
+        resolve(*folders, speculate_tokens=tokens)
