@@ -43,8 +43,8 @@ class SpeculativeConfig(argparse.Action):
 def speculative_arguments(text: str) -> dict[str, Any]:
     """Return the values of our arguments.
 
-    Of the two lengths of matches one that is missing is the other, as in vLLM. Raises ValueError, with the name of the
-    key, for what is not supported.
+    As in vLLM, a model without a method is a draft model, and of the two lengths of matches one that is missing is the
+    other. Raises ValueError, with the name of the key, for what is not supported.
     """
     try:
         given = json.loads(text)
@@ -53,6 +53,8 @@ def speculative_arguments(text: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError('must be an object like {"method": "ngram", "num_speculative_tokens": 3}')
     method = given.pop("method", None)
+    if method is None and "model" in given:
+        method = "draft_model"
     known = METHODS.get(method) if isinstance(method, str) else None
     if known is None:
         raise ValueError(f"method {method!r} is not supported, only {' and '.join(map(repr, METHODS))} are")

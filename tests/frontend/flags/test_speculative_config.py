@@ -25,8 +25,9 @@ def test_keys_of_vllm_are_flags_of_ours(given: dict[str, int], expected: dict[st
     assert found == {"speculate": "ngram", **expected}
 
 
-def test_a_draft_model_is_named() -> None:
-    given = {"method": "draft_model", "model": "me/small", "num_speculative_tokens": 4}
+@pytest.mark.parametrize("method", [{"method": "draft_model"}, {"method": None}, {}])
+def test_a_draft_model_is_named(method: dict[str, Any]) -> None:
+    given = {"model": "me/small", "num_speculative_tokens": 4, **method}
     assert speculative_arguments(json.dumps(given)) == {"speculate": "model:me/small", "speculate_tokens": 4}
 
 
