@@ -137,10 +137,10 @@ def _gated_rule(size: int, width: int, inputs: int, multiprocessors: int) -> Pla
         return normed_rule(inputs, True)
     tiles = ceil_div(width, TILE)
     split, exclusive = split_inputs(tiles, inputs, multiprocessors), tiles <= multiprocessors
-    if size <= 64 and 2 * multiprocessors < tiles <= 3 * multiprocessors:
+    if 16 < size <= 64 and 2 * multiprocessors < tiles <= 3 * multiprocessors:
         # With the stages below two programs fit on an SM of an H200, and the others would follow alone; with these all
-        # run at once. Based on sizes instead of timings.
-        return SplitKPlan(TILE, 64, split, 4 if size <= 16 else 3)
+        # run at once. Based on sizes instead of timings. For 8 rows and 5120 inputs it took 42 us instead of 30.
+        return SplitKPlan(TILE, 64, split, 3)
     if size <= 16:
         return SplitKPlan(TILE, 128, split, 4 if exclusive else 3)
     if size > 64:
@@ -174,15 +174,18 @@ def _wide_rule(inputs: int, gated: bool) -> GemvPlan:
 def _rmsnorm_rule(inputs: int, gated: bool, norms: int) -> GemvPlan | None:
     """Return a plan that holds rows in chunks, None if it saves nothing.
 
-    Based on register counts instead of timings. After two norms of 2560 inputs three programs of a gated GEMV fit on an
-    SM instead of two, four of a plain one instead of two of twice the warps. After one norm the same number fits. Of
-    5120 inputs and with a gate, three programs of 4 warps fit, instead of two of 8 warps that load as much each.
+    Based on register counts instead of timings, but for 5120 inputs. After two norms of 2560 inputs three programs of a
+    gated GEMV fit on an SM instead of two, four of a plain one instead of two of twice the warps. After one norm the
+    same number fits. Of 5120 inputs, a row fills 5 of 8 parts of a program that holds it whole: in chunks, an H200 read
+    248,320 rows in 551 us instead of 681, 14,336 in 34.7 us instead of 43.8.
     """
     if inputs % 8:
         return None
     if norms == 2 and 2 * CHUNK < inputs <= 3 * CHUNK:
         return GemvPlan(4, CHUNK) if gated else GemvPlan(4, CHUNK, 2)
-    return GemvPlan(2, CHUNK) if gated and norms == 1 and 4 * CHUNK < inputs <= 5 * CHUNK else None
+    if norms == 1 and 4 * CHUNK < inputs <= 5 * CHUNK:
+        return GemvPlan(2, CHUNK) if gated else GemvPlan(2, CHUNK, 2)
+    return None
 
 
 def block_rows(rows: int) -> int:
