@@ -57,6 +57,17 @@ def until(condition: Callable[[], Any], what: str, seconds: float = GUARD_SECOND
     raise AssertionError(f"waited {seconds} s in vain for {what}")
 
 
+MAIN = "import sys; from tandem.frontend.cli.main import main; sys.exit(main())"
+
+
+def write_console_script(folder: Path) -> Path:
+    """Write a command `tandem` for environments that have the tree on their path, but no console script."""
+    path = folder / "tandem"
+    path.write_text(f"#!{sys.executable}\n{MAIN}\n")
+    path.chmod(0o755)
+    return path
+
+
 ABORTS = 'tandem_request_success_total{finished_reason="abort"}'
 """Series of the engine: requests that were aborted, one for each of a request's choices."""
 

@@ -1,7 +1,9 @@
-"""A trainer in a process of its own: it joins the group of a server, and broadcasts the default model with noise.
+"""A trainer in a process of its own: it joins the group of a server, and broadcasts weights of a seed in buffers.
 
-Run as `python -m tests.support.trainer_process PORT`. Each line of its input is "SEED BUFFERS": the seed of the noise,
-0 for none, and the number of buffers that it sends before it stops, -1 for all.
+Run as `python -m tests.support.trainer_process PORT FOLDER DEVICE BUFFER_BYTES`; on a `cpu` it uses gloo, on `cuda`
+NCCL. It prints `started`, opens the store at the port, and waits for the server. Then each line of its input is "SEED
+BUFFERS": the seed of the weights (`trainer_weights`), and the number of buffers that it sends before it stops, -1 for
+all. It prints `packed` when they are ready, waits for another line, and prints `sent` or `stopped` afterwards.
 """
 
 import sys
@@ -9,41 +11,33 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.fakes.scripted_engine import DEFAULT_MODEL
 from tests.support.gloo_trainer import GlooTrainer, packed_broadcast
-
-BUFFER_BYTES = 100_000
-
-
-def noisy_weights(seed: int, folder: Path = DEFAULT_MODEL) -> dict[str, Tensor]:
-    """Return the tensors of a folder, each with noise of three times its deviation."""
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(seed)
-    if seed:
-        for name, tensor in tensors.items():
-            noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std() * 3
-            tensors[name] = (tensor.float() + noise).to(tensor.dtype)
-    return tensors
+from tests.support.nccl_trainer import NcclTrainer
+from tests.support.trainer_weights import weights_of
 
 
 def main() -> None:
-    trainer = GlooTrainer(int(sys.argv[1]))
+    port, folder, device, buffer_bytes = int(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3]), sys.argv[4]
+    if device.type == "cuda":
+        device = torch.device("cuda", 0)
+        torch.zeros(1, device=device)  # opens the device before the server waits
+    print("started", flush=True)
+    trainer = GlooTrainer(port) if device.type == "cpu" else NcclTrainer(port, device)
     for line in sys.stdin:
         seed, limit = map(int, line.split())
-        sent = 0
-
-        def broadcast(buffer: Tensor, limit: int = limit) -> None:
-            nonlocal sent
-            if sent == limit:
+        buffers: list[Tensor] = []
+        packed_broadcast(weights_of(folder, seed, device), buffers.append, int(buffer_bytes))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        print("packed", flush=True)
+        sys.stdin.readline()
+        for number, buffer in enumerate(buffers):
+            if number == limit:
                 print("stopped", flush=True)
                 time.sleep(3600)
             trainer.broadcast(buffer)
-            sent += 1
-
-        packed_broadcast(noisy_weights(seed).items(), broadcast, BUFFER_BYTES)
         print("sent", flush=True)
 
 

@@ -13,6 +13,9 @@ from tandem.engine_core.weight_updates import nccl_group
 from tandem.engine_core.weight_updates.group import GroupInfo, TransferError
 from tandem.engine_core.weight_updates.hosts import parse_hosts
 from tandem.engine_core.weight_updates.nccl_group import MAGIC, NcclGroup
+from tests.support import nccl_trainer
+from tests.support.nccl_trainer import NcclTrainer
+from tests.support.serving import free_port
 
 LOOPBACK = parse_hosts("127.0.0.0/8")
 ID = (bytes(8) + struct.pack("<H", socket.AF_INET) + struct.pack("!H4s", 1, bytes((127, 0, 0, 1)))).ljust(128, b"\1")
@@ -30,6 +33,10 @@ class FakeNccl:
 
     def ncclGetErrorString(self, result: int) -> bytes:  # noqa: N802
         return b"unhandled system error" if result == SYSTEM_ERROR else b"?"
+
+    def ncclGetUniqueId(self, unique_id: Any) -> int:  # noqa: N802
+        ctypes.memmove(unique_id._obj, ID, len(ID))
+        return 0
 
     def ncclCommInitRankConfig(self, comm: Any, ranks: Any, identity: Any, rank: Any, config: Any) -> int:  # noqa: N802
         comm._obj.value = 77
@@ -132,6 +139,15 @@ def test_the_id_is_read_from_the_store_of_the_trainer() -> None:
     with patch.object(nccl_group, "_stored_id", return_value=ID) as stored:
         join(library, GroupInfo(1, 2, "127.0.0.1", 4000))
     assert stored.call_count == 1 and library.calls[0] == "init 2 1"
+
+
+def test_the_trainer_of_tests_publishes_the_id_that_it_joins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, port = FakeNccl(), free_port()
+    monkeypatch.setattr(nccl_trainer, "load_library", lambda: library)
+    trainer = NcclTrainer(port, torch.device("cpu"))
+    assert nccl_group._stored_id(GroupInfo(1, 2, "127.0.0.1", port), 120.0) == ID
+    trainer.broadcast(torch.zeros(10, dtype=torch.uint8))
+    assert library.calls == ["init 2 0", "all_reduce 1 7 0", "broadcast 10 1 0"]
 
 
 def test_the_config_has_the_layout_of_the_library() -> None:

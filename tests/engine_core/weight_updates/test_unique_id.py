@@ -17,6 +17,7 @@ from tandem.engine_core.weight_updates import unique_id
 from tandem.engine_core.weight_updates.group import TransferError
 from tandem.engine_core.weight_updates.hosts import address_of_id, allowed_address, check_address, parse_hosts
 from tandem.engine_core.weight_updates.unique_id import read_unique_id
+from tests.support.nccl_trainer import pickled_id
 
 DATA = bytes(range(100, 228))
 
@@ -80,6 +81,12 @@ def test_instructions_that_no_structure_has_are_not_executed(data: bytes) -> Non
     with patch.object(unique_id, "_Unpickler") as executed, pytest.raises(TransferError):
         read_unique_id(data)
     assert not executed.called
+
+
+def test_the_id_of_our_own_trainer_is_that_of_vllm() -> None:
+    before = set(sys.modules)
+    assert read_unique_id(pickled_id(DATA)) == DATA
+    assert set(sys.modules) == before
 
 
 class Calls:
