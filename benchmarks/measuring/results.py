@@ -42,14 +42,18 @@ def origin() -> dict[str, Any]:
 
 
 def save(name: str, config: dict[str, Any], figures: Any) -> Path:
-    """Write `benchmarks/results/NAME.json` and return its path.
+    """Write `benchmarks/results/NAME.json` and return its path, like `write`."""
+    return write(RESULTS / f"{name}.json", config, figures)
+
+
+def write(path: Path, config: dict[str, Any], figures: Any) -> Path:
+    """Write a result file and return its path.
 
     If the file cannot be written, print its content and exit, since a measurement may have taken hours.
     """
-    path = RESULTS / f"{name}.json"
     text = json.dumps({"origin": origin(), "config": config, "figures": figures}, indent=1)
     try:
-        RESULTS.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text + "\n")
     except OSError as error:
         print(text)
