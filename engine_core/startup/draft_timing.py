@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 
 from tandem.engine_core.config import EngineConfig
+from tandem.engine_core.graph_sizes import MAX_VERIFY_POSITIONS
 from tandem.engine_core.kernels.delta_rule.state import RING
 from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
 from tandem.engine_core.plan import PADDING_ROW, DraftSpan, NewSequence, ScheduledSequence, StepPlan
@@ -64,7 +65,7 @@ def _time_graphs(
 ) -> dict[int, float]:
     """Return the milliseconds of a step by the number of drafts.
 
-    A number without a graph for these rows takes as much longer than the one before as that has drafts more.
+    Without a graph for these rows the time is extrapolated in proportion to the number of positions.
     """
     prepare = partial(_fill, runtime, rows, context)
     found = {0: _median(runtime, partial(_decode, graphs.decode[0][rows], context), prepare)}
@@ -144,14 +145,15 @@ def _clear(runtime: TorchRuntime) -> None:
 def _time_steps(
     runtime: TorchRuntime, config: EngineConfig, context: int
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return the milliseconds of steps without graphs, of one row and of all.
+    """Return the milliseconds of steps without graphs, of one row and of the most that verify the most drafts.
 
     They are padding, but with recurrent layers rows of a context: padding has no state.
     """
     table = {}
     row, new = ScheduledSequence(-1, PADDING_ROW, 4), NewSequence(-1, PADDING_ROW, 1, GREEDY)
     run_step(runtime, 0, StepPlan.of(0, (row,), (new,)))
-    for rows in sorted({1, config.max_rows}):
+    most = min(config.max_rows, MAX_VERIFY_POSITIONS // (1 + config.max_drafts))
+    for rows in sorted({1, most}):
         own, prepare = (row,) * rows, partial(_fill, runtime, rows, context)
         if runtime.kv.recurrent:
             ends = enumerate(_lengths(runtime, context)[:rows], 1)

@@ -13,9 +13,30 @@ from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.scheduler.draft_costs import DraftCosts
 from tandem.engine_core.startup import draft_timing
 from tandem.engine_core.startup import engine as startup_engine
+from tandem.protocol.params import SamplingParams
 from tests.engine_core.runtime.test_recorded_graphs import MODEL
 from tests.engine_core.runtime.test_speculation import KINDS, build
 from tests.support.model_folder import write_model
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_more_rows_than_a_step_has_room_for_with_drafts(drafter: str, tmp_path: Path) -> None:
+    """64 rows of 7 drafts have 512 positions; the costs of more rows are extrapolated."""
+    write_model(tmp_path, MODEL)
+    found, measure = list[DraftCosts | None](), draft_timing.measure_draft_costs
+
+    def kept(*given: Any) -> DraftCosts | None:
+        found.append(measure(*given))
+        return found[-1]
+
+    speculate = "ngram" if drafter == "ngram" else f"model:{tmp_path}"
+    sizes = {"max_rows": 65, "max_step_tokens": 80, "kv_tokens": 1040}
+    with patch.object(startup_engine, "measure_draft_costs", kept):
+        driven = build(tmp_path, KINDS["cpu"], speculate=speculate, **sizes)
+    [costs] = found
+    assert costs is not None and all(costs.milliseconds(rows, 7, 30) > 0 for rows in (1, 64, 65))
+    params = SamplingParams(9, temperature=0.0, ignore_eos=True)
+    assert [len(tokens) for tokens in driven.generate([[5, 6, 7]] * 65, [params] * 65)] == [9] * 65
 
 
 @pytest.mark.parametrize("kind", ["cpu", "graphs"])
