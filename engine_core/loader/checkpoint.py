@@ -88,6 +88,12 @@ class Checkpoint:
         return False
 
 
+def read_stored(tensor: StoredTensor) -> Tensor:
+    """Read a whole tensor, in host memory. Its dtype must be one of TORCH_DTYPES."""
+    with SourceFile(tensor.path) as file:
+        return _read(file, tensor, 0, tensor.shape)
+
+
 def _read(file: SourceFile, tensor: StoredTensor, start: int, shape: tuple[int, ...]) -> Tensor:
     """Read elements of a tensor from element `start` on, in host memory."""
     found = torch.empty(shape, dtype=TORCH_DTYPES[tensor.dtype])

@@ -4,12 +4,12 @@ No tensor may be missing, left over or of another shape.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from math import prod
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.checkpoint import Checkpoint, read_stored
 from tandem.engine_core.loader.error_text import MAX_LISTED, list_faults, printable
 from tandem.engine_core.loader.header import StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES, WeightSlot
@@ -119,7 +119,9 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
     modules = _modules(by_name)
     problems = []
     for name, tensor in checkpoint.tensors.items():
-        if name in by_name or not (_is_ignored(name, modules) or _is_stray_scale(name, checkpoint)):
+        if name not in by_name and _is_bias_of_packed(name, tensor, by_name):
+            problems += _nonzero_bias(name, tensor)
+        elif name in by_name or not (_is_ignored(name, modules) or _is_stray_scale(name, checkpoint)):
             problems += _misfits(tensor, by_name.get(name, []))
     present: dict[int, list[WeightSlot]] = {}
     for slot in slots:
@@ -154,6 +156,24 @@ def _is_stray_scale(name: str, checkpoint: Checkpoint) -> bool:
     module, _, last = name.rpartition(".")
     weight = checkpoint.tensors.get(f"{module}.weight")
     return last in STRAY and weight is not None and weight.dtype in FLOAT_DTYPES
+
+
+def _is_bias_of_packed(name: str, tensor: StoredTensor, slots: Mapping[str, list[WeightSlot]]) -> bool:
+    """Return whether a tensor has the name, shape and dtype of a bias of a layer with `qweight` and `scales`."""
+    module, _, last = name.rpartition(".")
+    scales = slots.get(f"{module}.scales")
+    if last != "bias" or scales is None or f"{module}.qweight" not in slots:
+        return False
+    return tensor.dtype in FLOAT_DTYPES and tensor.shape == scales[0].accepted_shapes[0][-1:]
+
+
+def _nonzero_bias(name: str, tensor: StoredTensor) -> list[str]:
+    """Return the problem of a bias of a layer without one, none if all its values are 0: AutoGPTQ saves such."""
+    stored = read_stored(tensor).double()
+    largest = float(stored[stored.abs().argmax()])
+    return (
+        [f"unexpected {name}: the layer has no bias here, and not all values are 0 ({largest:.3g})"] if largest else []
+    )
 
 
 def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import structs
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.checkpoint import Checkpoint, read_stored
 from tandem.engine_core.loader.error_text import printable
 from tandem.engine_core.loader.fit import IGNORED_SUFFIXES
 from tandem.engine_core.loader.header import StoredTensor
@@ -26,7 +26,7 @@ from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.startup.checkpoint_copy import CHUNK_BYTES, TEMPLATES, fill_copy
 from tandem.engine_core.startup.served_model import ServedModel
-from tandem.engine_core.startup.staged_values import KV_SCALES, check_values, read_stored
+from tandem.engine_core.startup.staged_values import KV_SCALES, check_values
 
 _FREE = (*IGNORED_SUFFIXES, *KV_SCALES)
 """Suffixes of tensors that a checkpoint may have or lack: KV scales are calibrated then."""
@@ -77,8 +77,7 @@ def check_swap(served: ServedModel, folder: Path) -> None:
 
 def _check_tensors(base: Checkpoint, found: Checkpoint) -> None:
     """Check names, shapes and dtypes of tensors, and whether their inputs have an order."""
-    held = {name: tensor for name, tensor in base.tensors.items() if not name.endswith(_FREE)}
-    given = {name: tensor for name, tensor in found.tensors.items() if not name.endswith(_FREE)}
+    held, given = _compared(base), _compared(found)
     for words, names in (("lacks", held.keys() - given.keys()), ("has", given.keys() - held.keys())):
         if names:
             named = ", ".join(printable(name) for name in sorted(names)[:_MAX_NAMED])
@@ -95,6 +94,16 @@ def _check_tensors(base: Checkpoint, found: Checkpoint) -> None:
     head = ("model.embed_tokens.weight", "lm_head.weight")
     if found.tensors_differ(*head) != base.tensors_differ(*head):
         raise ConfigError(f"{' and '.join(head)} are equal in one of {found.directory} and {base.directory} only")
+
+
+def _compared(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """Return the tensors that two checkpoints must both have, by name.
+
+    Biases of quantized layers are left out: `check_fit` refuses those that are missing, or not 0 and not in the model.
+    """
+    biases = {f"{name.removesuffix('qweight')}bias" for name in checkpoint.tensors if name.endswith(".qweight")}
+    tensors = checkpoint.tensors.items()
+    return {name: tensor for name, tensor in tensors if name not in biases and not name.endswith(_FREE)}
 
 
 def _is_sorted(tensor: StoredTensor) -> bool:

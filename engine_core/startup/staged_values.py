@@ -8,11 +8,9 @@ from torch import Tensor
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.kv_scales import KEY_NAMES, VALUE_NAMES
 from tandem.engine_core.layers.linear_choice import torch_build_context
-from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.checkpoint import Checkpoint, read_stored
 from tandem.engine_core.loader.fit import check_fit
-from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import WeightSlot
-from tandem.engine_core.loader.source_file import SourceFile, memory_of
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import build_model
 
@@ -45,14 +43,6 @@ def check_values(base: Checkpoint, found: Checkpoint, config: ModelConfig) -> No
         if last.endswith(_SCALES):
             _check_scales(name, stored.float(), base, is_read=bool(own))
         _check_transforms(own, stored)
-
-
-def read_stored(tensor: StoredTensor) -> Tensor:
-    """Read a whole tensor."""
-    found = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
-    with SourceFile(tensor.path) as file:
-        file.read_into(memory_of(found), tensor.start)
-    return found
 
 
 def _check_scales(name: str, scales: Tensor, base: Checkpoint, *, is_read: bool) -> None:

@@ -61,6 +61,17 @@ def quantize_layers(
     set_quantization(directory, config)
 
 
+def add_biases(directory: Path, value: float = 0.0) -> list[str]:
+    """Add a bias to each layer with `qweight` that has none, as AutoGPTQ does; return their names."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    layers = {name.removesuffix("scales"): tensor for name, tensor in tensors.items() if name.endswith(".scales")}
+    biases = {f"{layer}bias": torch.full(scales.shape[-1:], value) for layer, scales in layers.items()}
+    added = {name: bias for name, bias in biases.items() if name not in tensors}
+    save_file(tensors | added, path)
+    return list(added)
+
+
 def set_quantization(directory: Path, config: dict[str, Any] | None) -> None:
     """Write a `quantization_config` into config.json."""
     path = directory / "config.json"

@@ -23,7 +23,7 @@ from tests.engine_core.models.test_qwen3_moe import fuse_experts, save_random
 from tests.support import parity
 from tests.support.paged_model import PagedRun, load
 from tests.support.parity import SMALL, random_tokens
-from tests.support.quantized_checkpoint import LAYOUTS, Layout, quantize_checkpoint, quantize_layers
+from tests.support.quantized_checkpoint import LAYOUTS, Layout, add_biases, quantize_checkpoint, quantize_layers
 
 FP8 = ["fp8_tensor_static", "fp8_tensor_dynamic", "fp8_channel", "fp8_block", "modelopt"]
 PARTIAL_BLOCKS = {"hidden_size": 160, "head_dim": 48, "moe_intermediate_size": 136, "num_experts": 3}
@@ -100,6 +100,20 @@ def test_experts_without_groups_in_the_checkpoint_load(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if not name.endswith("g_idx")}, path)
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=2e-4, rtol=0)
+
+
+def test_biases_of_experts_must_be_0(tmp_path: Path) -> None:
+    save_random(tmp_path, GROUPS_OF_32)
+    quantize_checkpoint(tmp_path, LAYOUTS["gptq"])
+    names = add_biases(tmp_path)
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=2e-4, rtol=0)
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.experts.2.up_proj.bias"
+    tensors = load_file(path)
+    assert name in names
+    tensors[name][-1] = 0.5
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=f"unexpected {name}: .*0\\.5"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["qweight", "scales", "qzeros"])

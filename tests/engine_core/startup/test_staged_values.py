@@ -12,6 +12,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.startup.served_model import ServedModel
 from tandem.engine_core.startup.stage_checkpoint import check_swap
 from tests.engine_core.startup.test_quantized_swaps import CASES
+from tests.support.quantized_checkpoint import add_biases
 
 LAYER = "model.layers.0."
 DOWN = f"{LAYER}mlp.down_proj."
@@ -39,6 +40,16 @@ def refusal(base: Path, new: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         check_swap(ServedModel.read(base), new)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("folders", ["gptq", "experts in gptq"], indirect=True)
+def test_a_swap_may_have_or_lack_biases_of_zeros(folders: tuple[Path, Path]) -> None:
+    base, new = folders
+    name = add_biases(new)[-1]
+    check_swap(ServedModel.read(base), new)
+    check_swap(ServedModel.read(new), base)
+    set_value(new, name, 0.5)
+    assert f"unexpected {name}: " in refusal(base, new)
 
 
 @pytest.mark.parametrize("scale", [NAN, INF, 0.0, 2.0**100, -(2.0**100)])

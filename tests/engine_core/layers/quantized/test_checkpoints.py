@@ -21,7 +21,7 @@ from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support import parity
 from tests.support.paged_model import PagedRun, load
 from tests.support.parity import random_tokens
-from tests.support.quantized_checkpoint import GROUP, LAYOUTS, gptq, quantize_checkpoint, set_quantization
+from tests.support.quantized_checkpoint import GROUP, LAYOUTS, add_biases, gptq, quantize_checkpoint, set_quantization
 
 SHAPES: dict[str, dict[str, Any]] = {
     # Several blocks, the last ones partial, and parts that end within one.
@@ -53,6 +53,25 @@ def test_parts_that_end_between_two_block_scales_are_not_merged(tmp_path: Path) 
     save_random(tmp_path, {"head_dim": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 40})
     quantize_checkpoint(tmp_path, LAYOUTS["fp8_block"])
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_act_order", "gptq_bytes", "awq"])
+@pytest.mark.parametrize("attention_bias", [True, False])
+def test_biases_of_layers_without_them_are_left_out(attention_bias: bool, name: str, tmp_path: Path) -> None:
+    """AutoGPTQ saves zeros for all layers; the biases that the model has are read."""
+    save_random(tmp_path, USUAL | {"attention_bias": attention_bias})
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    assert len(add_biases(tmp_path)) == BASE["num_hidden_layers"] * (3 if attention_bias else 7)
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("value", [1e-3, -2.0, float("nan"), float("inf")])
+def test_biases_that_the_model_has_no_use_for_must_be_0(value: float, tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, LAYOUTS["gptq"])
+    first = min(add_biases(tmp_path, value))
+    with pytest.raises(ConfigError, match=re.escape(f"unexpected {first}: ") + f".*{value:.3g}"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["fp8_channel", "gptq_act_order", "awq"])
