@@ -22,6 +22,15 @@ class ConfigError(EngineError):
         self.problems = problems
 
 
+@contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Begin each problem of a ConfigError with the setting that it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(*[f"{setting}: {problem}" for problem in error.problems]) from None
+
+
 class ConfigProblems:
     """Collects the errors of several option checks.
 

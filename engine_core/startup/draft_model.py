@@ -7,7 +7,7 @@ import msgspec
 from msgspec import structs
 
 from tandem.engine_core.config import StepConfig
-from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError, naming
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import read_config
@@ -24,10 +24,8 @@ def resolve_draft(directory: Path, target: ModelSource, config: StepConfig) -> M
     Raises ConfigError, naming the flag, for a model that cannot draft for this one.
     """
     flag = f"--speculate model:{directory}"
-    try:
+    with naming(flag):
         model = read_config(directory)
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from None
     if config.options.quantize != "off" and model.quantization is None:
         model = structs.replace(model, quantization=FP8_AT_LOAD)
     try:
@@ -48,8 +46,8 @@ def resolve_draft(directory: Path, target: ModelSource, config: StepConfig) -> M
         )
     if any(config.kv_windows):
         raise ConfigError(
-            f"{flag}: {target.model.architecture} has layers with windows, whose pages a draft model cannot share; use "
-            "--speculate ngram or off"
+            f"{flag}: {target.model.architecture} has layers with windows, and a draft model needs the pages that they "
+            "give up; keep these by --page-size max, or use --speculate ngram or off"
         )
     groups = (KVGroup(tuple(range(model.layers)), model.kv_heads, model.head_dim),)
     layout = KVLayout(groups=groups, page_size=config.page_size, dtype=target.layout.dtype)

@@ -15,7 +15,7 @@ import torch
 from msgspec import Struct, structs
 
 from tandem.engine_core.config import EngineConfig, uncached_by
-from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError, naming
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.fit import check_fit
@@ -88,8 +88,10 @@ def preflight(
             weights = _weight_bytes(resolved, stored_bytes)
         model["weights"] = _weights_line(resolved, weights, formats)
         if resolved.source.draft is not None:
-            drafted, taken = _check_weights(resolved.source.draft, are_here=not is_dummy)
-            model["draft model"] = _draft_line(resolved.source.draft, taken, drafted)
+            draft = resolved.source.draft
+            with naming(f"--speculate model:{draft.directory}"):
+                own_formats, taken = _check_weights(draft, are_here=not is_dummy)
+            model["draft model"] = _draft_line(draft, taken, own_formats)
             weights += taken
         if formats.note:
             model["16-bit layers"] = formats.note

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.config import EngineConfig, StepConfig
-from tandem.engine_core.errors import ConfigError, DeviceMemoryError, MemoryTooSmallError
+from tandem.engine_core.errors import ConfigError, DeviceMemoryError, MemoryTooSmallError, naming
 from tandem.engine_core.kernels.delta_rule.checkpoints import Checkpoints
 from tandem.engine_core.kernels.delta_rule.state import ModelStates
 from tandem.engine_core.kernels.speculation.reference import NgramRule
@@ -412,10 +412,11 @@ def _build_draft(
 ) -> DraftParts:
     """Load the draft model."""
     checkpoint = None
-    if config.options.load_format != "dummy":
-        checkpoint = open_checkpoint(source.directory, source.model)
-    context = parts.build_context(source.model, source.dtype)
-    model = _load_model(config.options, source, checkpoint, context, status, ranges)
+    with naming(f"--speculate model:{source.directory}"):
+        if config.options.load_format != "dummy":
+            checkpoint = open_checkpoint(source.directory, source.model)
+        context = parts.build_context(source.model, source.dtype)
+        model = _load_model(config.options, source, checkpoint, context, status, ranges)
     calibrate_kv_scales(model, source.layout, source.dtype, config.max_len)
     new_planner = parts.attention(source.model, config, source.dtype, source.layout)
     planners = [new_planner() for _ in range(config.depth)]

@@ -6,11 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.startup.engine import resolve_engine
 from tandem.engine_core.startup.preflight import preflight
 from tandem.protocol.engine_options import EngineOptions
+from tests.support.engine_driver import DrivenEngine
 from tests.support.model_folder import write_config, write_model
 from tests.support.tiny_llama import CONFIG
 
@@ -61,7 +63,7 @@ WINDOWS = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sl
 
 def test_windows_of_the_model_are_refused_if_they_give_up_pages(folders: tuple[Path, Path]) -> None:
     write_config(folders[0], CONFIG, **WINDOWS)
-    with pytest.raises(ConfigError, match=r"--speculate model:.*windows"):
+    with pytest.raises(ConfigError, match=r"--speculate model:.*windows.*--page-size max"):
         resolve(*folders)
     assert resolve(*folders, page_size="max").source.draft is not None
 
@@ -133,6 +135,23 @@ def test_a_malformed_tokenizer_is_named(text: bytes, folders: tuple[Path, Path])
     (folders[1] / "tokenizer.json").write_bytes(text)
     with pytest.raises(ConfigError, match=r"--speculate model:.*draft/tokenizer\.json"):
         resolve(*folders)
+
+
+@pytest.mark.parametrize("damage", ["file", "tensor"])
+def test_missing_weights_are_those_of_the_draft_model(damage: str, folders: tuple[Path, Path]) -> None:
+    path = folders[1] / "model.safetensors"
+    if damage == "file":
+        path.unlink()
+    else:
+        save_file({name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}, path)
+    sizes: dict[str, Any] = {"max_len": 64, "kv_tokens": 512, "max_rows": 4}
+    options = EngineOptions(model=str(folders[0]), device="cpu", speculate=f"model:{folders[1]}", **sizes)
+    with pytest.raises(ConfigError) as refused:
+        DrivenEngine.build(options)
+    [problem] = preflight(options, [], lambda: 2**34, lambda: 2**34).problems
+    for text in (str(refused.value), problem):
+        assert text.startswith(f"--speculate model:{folders[1]}: ")
+        assert ("model.safetensors" if damage == "file" else "model.norm.weight") in text
 
 
 def test_the_report_of_a_check_has_its_memory(folders: tuple[Path, Path]) -> None:
