@@ -374,9 +374,9 @@ def _new_builder(
     shape, layers = source.model.delta_rule, len(source.model.recurrent_layers)
     states = None
     if shape is not None:
-        rows, place = config.max_rows + 1, device.torch_device
+        rows = config.max_rows + 1
         with outside() if ranges is None else ranges.hold_cache():
-            states = ModelStates.allocate(shape, layers, rows, source.dtype, place, config.max_drafts)
+            states = ModelStates.allocate(shape, layers, rows, source.dtype, device.torch_device, config.max_drafts)
         if speculator is not None:
             speculator.states = states.stacked
         text = pool_text.states_text(config, source.model, source.dtype.itemsize)
