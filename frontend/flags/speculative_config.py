@@ -18,6 +18,10 @@ METHODS = {
     "draft_model": ("model", "num_speculative_tokens"),
 }
 """Keys of each method."""
+NGRAM_MODELS = ("ngram", "[ngram]")
+"""Names of a model by which vLLM chooses n-gram drafts if no method is given; any other is a draft model."""
+DRAFT_SIZE = "draft_tensor_parallel_size"
+"""Key of the number of GPUs of a draft model, which both methods may have."""
 BOUNDS = {"num_speculative_tokens": 7, "prompt_lookup_min": 16, "prompt_lookup_max": 16}
 """Largest value of each of them; the smallest is 1."""
 
@@ -43,8 +47,8 @@ class SpeculativeConfig(argparse.Action):
 def speculative_arguments(text: str) -> dict[str, Any]:
     """Return the values of our arguments.
 
-    As in vLLM, a model without a method is a draft model, and of the two lengths of matches one that is missing is the
-    other. Raises ValueError, with the name of the key, for what is not supported.
+    As in vLLM, a model without a method is a draft model, unless its name is "ngram", and of the two lengths of matches
+    one that is missing is the other. Raises ValueError, with the name of the key, for what is not supported.
     """
     try:
         given = json.loads(text)
@@ -53,11 +57,15 @@ def speculative_arguments(text: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError('must be an object like {"method": "ngram", "num_speculative_tokens": 3}')
     method = given.pop("method", None)
-    if method is None and "model" in given:
+    if method is None and given.get("model") in NGRAM_MODELS:
+        method = given.pop("model").strip("[]")
+    elif method is None and "model" in given:
         method = "draft_model"
     known = METHODS.get(method) if isinstance(method, str) else None
     if known is None:
         raise ValueError(f"method {method!r} is not supported, only {' and '.join(map(repr, METHODS))} are")
+    if (size := given.pop(DRAFT_SIZE, 1)) != 1 or isinstance(size, bool):
+        raise ValueError(f"{DRAFT_SIZE} {size!r}: must be 1")
     if unknown := sorted(given.keys() - {*known}):
         raise ValueError(f"{', '.join(unknown)} not supported with {method}, only {', '.join(known)}")
     speculate = "ngram"

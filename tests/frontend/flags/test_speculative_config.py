@@ -26,9 +26,16 @@ def test_keys_of_vllm_are_flags_of_ours(given: dict[str, int], expected: dict[st
 
 
 @pytest.mark.parametrize("method", [{"method": "draft_model"}, {"method": None}, {}])
-def test_a_draft_model_is_named(method: dict[str, Any]) -> None:
-    given = {"model": "me/small", "num_speculative_tokens": 4, **method}
+@pytest.mark.parametrize("size", [{"draft_tensor_parallel_size": 1}, {}])
+def test_a_draft_model_is_named(method: dict[str, Any], size: dict[str, int]) -> None:
+    given = {**method, "model": "me/small", "num_speculative_tokens": 4, **size}
     assert speculative_arguments(json.dumps(given)) == {"speculate": "model:me/small", "speculate_tokens": 4}
+
+
+@pytest.mark.parametrize("model", ["ngram", "[ngram]"])
+def test_without_a_method_the_model_may_be_the_method(model: str) -> None:
+    found = speculative_arguments(json.dumps({"model": model, "prompt_lookup_max": 4}))
+    assert found == {"speculate": "ngram", "speculate_min_match": 4, "speculate_max_match": 4}
 
 
 @pytest.mark.parametrize(
@@ -36,6 +43,11 @@ def test_a_draft_model_is_named(method: dict[str, Any]) -> None:
     [
         ({"method": "eagle3", "model": "x"}, "'eagle3'"),
         ({"num_speculative_tokens": 3}, "method None"),
+        ({"model": "x", "prompt_lookup_max": 3}, "prompt_lookup_max"),
+        ({"model": None}, "model None"),
+        ({"model": ["ngram"]}, r"model \['ngram'\]"),
+        ({"model": "x", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size 2: must be 1"),
+        ({"method": "ngram", "draft_tensor_parallel_size": True}, "draft_tensor_parallel_size True"),
         ({"method": ["ngram"]}, r"method \['ngram'\]"),
         ({"method": "draft_model"}, "model None"),
         ({"method": "draft_model", "model": 3}, "model 3"),
