@@ -48,10 +48,15 @@ class HybridFields(ConfigFields, kw_only=True):
     def recurrent_layers(self) -> tuple[int, ...]:
         """Return the indexes of the layers without attention.
 
-        Raises ConfigError for malformed `layer_types`.
+        Raises ConfigError for malformed `layer_types`, and for a model without attention.
         """
         layers = self.num_hidden_layers
         if self.layer_types is None:
+            if self.full_attention_interval > layers:
+                raise ConfigError(
+                    f"full_attention_interval {self.full_attention_interval} is more than num_hidden_layers {layers}: "
+                    "a model without attention is not supported"
+                )
             return tuple(index for index in range(layers) if (index + 1) % self.full_attention_interval)
         if unknown := sorted(set(self.layer_types) - {FULL, RECURRENT}):
             raise ConfigError(f"layer_types {', '.join(unknown)} are not supported, only {FULL} and {RECURRENT}")

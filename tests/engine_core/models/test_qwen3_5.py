@@ -107,6 +107,7 @@ REFUSED = [
     ({"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types sliding_attention "),
     ({"layer_types": ["full_attention"]}, r"layer_types .* 1\b.* 2 layers"),
     ({"layer_types": ["linear_attention"] * 2}, "layer_types .*no full_attention"),
+    ({"full_attention_interval": 4}, r"full_attention_interval 4\b.*num_hidden_layers 2\b"),
     ({"linear_num_value_heads": 5}, r"linear_num_value_heads 5\b.*linear_num_key_heads 2\b"),
     ({"linear_conv_kernel_dim": 1}, r"linear_conv_kernel_dim 1\b.* 2\b"),
 ]
@@ -114,7 +115,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "problem"), REFUSED)
 def test_what_is_not_supported_is_refused(fields: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    config = QWEN35 | {"num_hidden_layers": 2, "architectures": ["Qwen3_5ForCausalLM"]} | fields
+    usual = {"num_hidden_layers": 2, "full_attention_interval": 2, "architectures": ["Qwen3_5ForCausalLM"]}
+    config = QWEN35 | usual | fields
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=problem):
         read_config(tmp_path)
