@@ -8,6 +8,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from tandem.frontend.access.allowed_hosts import UNIX, AllowedHosts, is_address, refusal
 from tandem.frontend.api.error_response import error_answer
+from tandem.frontend.api.request_scope import PEER_KEY
 from tandem.frontend.errors import ApiError
 from tandem.frontend.server.paths import is_health_check
 
@@ -15,14 +16,15 @@ from tandem.frontend.server.paths import is_health_check
 def trust_proxies(app: ASGIApp, trusted: Sequence[str]) -> ASGIApp:
     """Use the client and scheme in `X-Forwarded-*` headers of trusted peers.
 
-    trusted: addresses, networks, `unix` or `*`.
-
+    trusted: addresses, networks, `unix` or `*`. The peer of the connection is kept in the scope.
     """
     forwarded: Any = ProxyHeadersMiddleware(app, list(trusted))  # type: ignore[arg-type]
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["client"] is None and UNIX in trusted:
             scope["client"] = (UNIX, 0)
+        if scope["type"] == "http":
+            scope[PEER_KEY] = scope["client"]
         await forwarded(scope, receive, send)
 
     return run

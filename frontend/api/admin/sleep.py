@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.frontend.api.admin.pause import DEFAULT_MODE, query_word, record_unknown
-from tandem.frontend.api.admin.weight_updates import check_allowed
+from tandem.frontend.api.admin.weight_access import check_allowed
 from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, unsupported

@@ -1,6 +1,5 @@
 """Routes of `/admin/swap`: replace the weights by those of another checkpoint while the server runs."""
 
-import ipaddress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from msgspec import Struct
 
-from tandem.frontend.access.allowed_hosts import UNIX
+from tandem.frontend.api.admin.weight_access import check_allowed
 from tandem.frontend.api.openapi import error_response, json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, unsupported
@@ -83,31 +82,6 @@ def checkpoint_below(root: Path, given: str) -> Path:
     if not any(file.suffix == ".safetensors" for file in files):
         raise unsupported("{param} has no safetensors files, and no others are read", "path")
     return folder
-
-
-def check_allowed(service: Service, request: Request) -> None:
-    """Refuse a request that would change weights where that is not allowed.
-
-    Raises ApiError 404 unless the engine lets its weights change, 403 without API keys from another host.
-    """
-    if service.client.weights is None:
-        message = f"{request.method} {request.url.path}: not found; start the server with --enable-weight-updates"
-        raise ApiError(404, message, None, "unknown_url")
-    if not service.keys.is_required and not is_loopback(request):
-        message = "without API keys (--api-keys) the weights can be changed from the same host only"
-        raise ApiError(403, message, None, "insufficient_permissions")
-
-
-def is_loopback(request: Request) -> bool:
-    """Return whether a request comes from this host: by a loopback address, or a Unix socket."""
-    if request.client is None or request.client.host in ("", UNIX):
-        return True
-    try:
-        address = ipaddress.ip_address(request.client.host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
 
 
 def swap_body(answer: Answer) -> dict[str, Any]:

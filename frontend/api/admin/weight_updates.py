@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from msgspec import Meta, Struct
 
-from tandem.frontend.api.admin.swap import is_loopback
+from tandem.frontend.api.admin.weight_access import check_allowed
 from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
 from tandem.frontend.engine.calls import UpdateCall
@@ -179,18 +179,6 @@ def weight_updates_router(service: Service) -> APIRouter:
         return {"message": "Weight update finished"}
 
     return router
-
-
-def check_allowed(service: Service, request: Request) -> None:
-    """Raise ApiError 404 on a server whose weights cannot change, 403 for a client that may not change them.
-
-    Without API keys only clients on this host may.
-    """
-    if not service.ready().model.weight_transfer:
-        message = f"{request.method} {request.url.path}: not found; start the server with --enable-weight-updates"
-        raise ApiError(404, message, None, "unknown_url")
-    if not service.keys.is_required and not is_loopback(request):
-        raise ApiError(403, "without API keys only clients on this host may change the weights; set up keys")
 
 
 def _described(field: str | None) -> Schema:

@@ -24,7 +24,11 @@ def guarded(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Itera
     """A server with one key for each right, of the right's name."""
     engine.start()
     file = write_keys(tmp_path / "keys.toml", *(make_key(right.value, rights=(right,)) for right in Right))
-    running = RunningServer(structs.replace(config, api_keys_file=file, lora_root=tmp_path)).start().ready()
+    running = (
+        RunningServer(structs.replace(config, api_keys_file=file, lora_root=tmp_path, swap_root=tmp_path))
+        .start()
+        .ready()
+    )
     yield running
     running.stop()
 
