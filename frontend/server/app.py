@@ -42,6 +42,7 @@ from tandem.frontend.server.direct_routes import DirectRoutes, direct_endpoints,
 from tandem.frontend.server.hosts import CheckHost, StripRootPath, trust_proxies
 from tandem.frontend.server.openapi import document
 from tandem.frontend.server.paths import is_health_check, missing_route, needed_flags
+from tandem.frontend.server.refuse_cross_site import RefuseCrossSite
 from tandem.frontend.server.require_key import RequireKey
 from tandem.protocol.version import distribution_version
 
@@ -147,6 +148,8 @@ def _wrap_middleware(app: ASGIApp, service: Service, tracer: "RequestTracer | No
     config = service.config
     if service.keys.is_required:
         app = RequireKey(app, service.keys, page_paths().keys(), service.client)
+    else:
+        app = RefuseCrossSite(app, config.cors_origins)
     if config.cors_origins:
         app = CORSMiddleware(
             app,
