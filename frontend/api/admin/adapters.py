@@ -3,6 +3,7 @@
 They exist with `--lora-root` only, and take folders below it: a path names files that the engine reads.
 """
 
+import asyncio
 from functools import partial
 from pathlib import Path
 
@@ -97,7 +98,8 @@ def adapters_router(service: Service) -> APIRouter:
                 raise unsupported("{param} is the name of the model itself; choose another", "lora_name")
             if body.name in service.client.adapters and not body.replaces:
                 raise unsupported("the adapter is loaded already; give load_inplace to replace it", "lora_name")
-            given = str(folder_below(root, body.path)), body.replaces, str(root.resolve())
+            folder, base = await asyncio.to_thread(lambda: (folder_below(root, body.path), root.resolve()))
+            given = str(folder), body.replaces, str(base)
             if problem := await calls.load_adapter(body.name, *given):
                 raise malformed(problem, "lora_path")
         return PlainTextResponse(f"Success: LoRA adapter '{body.name}' added successfully.")

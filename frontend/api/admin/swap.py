@@ -1,5 +1,6 @@
 """Routes of `/admin/swap`: replace the weights by those of another checkpoint while the server runs."""
 
+import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ def swap_router(service: Service) -> APIRouter:
         async with service.pending.receive(
             request, partial(parse_swap, ignored=service.ignored_fields(request))
         ) as body:
-            folder = checkpoint_below(root, body.path)
+            # Disks may be slow, and folders large; others are served meanwhile.
+            folder = await asyncio.to_thread(checkpoint_below, root, body.path)
             answer = await calls.swap(str(folder), body.running, body.grace, body.activate, body.version)
         if not answer.ok:
             raise ApiError(409, answer.message, None, "swap_failed")

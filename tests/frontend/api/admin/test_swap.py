@@ -1,10 +1,12 @@
 """Who may swap weights, from where, and which folders."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from tandem.frontend.api.admin import adapters, swap
 from tandem.frontend.api.admin.swap import SwapRequest, checkpoint_below, parse_swap
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.errors import ApiError
@@ -92,3 +94,24 @@ def test_the_state_of_a_swap_is_reported_while_the_engine_loads_weights(
             "problem": "",
         },
     )
+
+
+def test_folders_are_read_outside_the_event_loop(
+    start_server: StartServer, engine: FakeEngine, config: FrontendConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(root: Path, given: str) -> Path:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        raise ApiError(404, f"{root} {given}")
+
+    monkeypatch.setattr(swap, "checkpoint_below", refuse)
+    monkeypatch.setattr(adapters, "folder_below", refuse)
+    running = start_server(engine, structs.replace(config, swap_root=Path("/s"), lora_root=Path("/l")))
+    answers = [
+        post(running.url + SWAP, json={"path": "a"}),
+        post(running.url + "/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "a"}),
+    ]
+    assert [(answer.status_code, answer.json()["error"]["message"]) for answer in answers] == [
+        (404, "/s a"),
+        (404, "/l a"),
+    ]
