@@ -321,6 +321,9 @@ class TestOtherChanges:
             def call(self, *_: object) -> None:
                 self.calls += 1
 
+            def refuse(self, _: object, problem: str) -> str:
+                return problem
+
             def advance(self) -> None:
                 return None
 
