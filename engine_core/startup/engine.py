@@ -72,6 +72,7 @@ from tandem.engine_core.startup.weight_formats import WeightFormats, weight_form
 from tandem.engine_core.startup.weight_updates import UpdatedMark, build_updates, guard_restart, transfer_backend
 from tandem.engine_core.startup.weights import ActiveFiles, build_swaps, note_number, open_active
 from tandem.engine_core.weight_swaps import WeightSwaps
+from tandem.engine_core.weight_updates.hosts import parse_hosts
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, PauseFacts, Phase
@@ -113,6 +114,8 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_b
         check_memory_flags(options, kind)
     with problems.caught():
         check_sleep_flags(options)
+    with problems.caught():
+        parse_hosts(options.weight_update_hosts)
     with problems.caught():
         _num_grammar_workers(options, kind)
     if len(model_config.eos_ids) > MAX_END_IDS:

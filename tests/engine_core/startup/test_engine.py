@@ -289,3 +289,9 @@ def test_layers_are_in_groups_by_window(shape: str, flags: dict[str, Any], windo
     if shape == "gemma-3-4b" and len(windows) > 1:
         assert layout.page_bytes == 5 * 2 * 16 * 4 * 256 * layout.dtype.itemsize
         assert len(config.page_columns) == 7
+
+
+def test_hosts_of_trainers_that_are_none_are_refused_before_the_weights_are_loaded(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="--weight-update-hosts"):
+        resolve_engine(EngineOptions(model=str(folder), weight_update_hosts="10.0.0.0/8,trainer"), cuda=False)
