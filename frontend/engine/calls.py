@@ -31,6 +31,8 @@ from tandem.protocol.events import Answer, Heartbeat, Inspection, PauseFacts
 CALL_SECONDS = 10.0
 """Seconds after which a call fails; the engine replies between two steps."""
 
+_OCCUPIED = "the engine is replacing its weights, going to sleep or waking; try again later"
+
 ADAPTER_SECONDS = 300.0
 """The same for a load, which reads files, and an unload, which lasts as long as the requests of the adapter."""
 
@@ -164,11 +166,12 @@ class EngineCalls:
     async def inspect_pause(self) -> PauseFacts:
         """Return the state of the pause."""
         reply = await self._read(Inspect)
-        if isinstance(reply, Heartbeat):
-            assert reply.pause is not None, reply
-            return reply.pause
-        assert isinstance(reply, Inspection), reply
-        return pause_of(reply)
+        if isinstance(reply, Inspection):
+            return pause_of(reply)
+        assert isinstance(reply, Heartbeat), reply
+        if reply.pause is None:  # An engine of an earlier version.
+            raise unavailable(_OCCUPIED)
+        return reply.pause
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Answer reads by a heartbeat that was sent during a change of the weights, as the engine then cannot.
@@ -177,7 +180,7 @@ class EngineCalls:
         counts. Calls that change something are carried out afterwards, so their time begins again: one that fails must
         not take effect later.
         """
-        if heartbeat.weights is None or heartbeat.weights.state != "changing" or heartbeat.pause is None:
+        if heartbeat.weights is None or heartbeat.weights.state != "changing":
             return
         now = asyncio.get_running_loop().time()
         for limit, seconds in self._limits.values():
@@ -212,7 +215,7 @@ class EngineCalls:
         """Return a snapshot of the scheduler, which heartbeats lack."""
         reply = await self._read(Inspect)
         if isinstance(reply, Heartbeat):
-            raise unavailable("the engine is replacing its weights, going to sleep or waking; try again later")
+            raise unavailable(_OCCUPIED)
         assert isinstance(reply, Inspection), reply
         return reply
 

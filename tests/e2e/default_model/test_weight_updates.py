@@ -42,7 +42,8 @@ def test_a_trainer_updates_a_server_until_it_dies(serving: Serving) -> None:
         sending = others.submit(trainer.call, "update_weights", {"update_info": trainer.update_info}, 409)
         trainer.send()
         trainer.expect("stopped")
-        assert is_paused(serving), "heartbeats say so while the engine receives"
+        until(lambda: is_paused(serving), "heartbeats that say so")
+        assert not sending.done(), "the engine answers no calls while it receives"
         trainer.kill()
         sending.result()
         status, refused = held.result()

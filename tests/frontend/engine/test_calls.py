@@ -145,17 +145,23 @@ def test_heartbeats_answer_every_read_while_the_weights_change() -> None:
         while len(sent) < 4:
             await asyncio.sleep(0)
         swap, pause = SwapFacts("idle", "", 0, "/old", "3"), PauseFacts("keep", False, True)
-        for found in (beat("changing", swap, None), beat("sleeping", swap, pause), beat("ready", swap, pause)):
+        for state in ("sleeping", "ready", "incomplete"):
             for _ in range(2):
-                calls.note_heartbeat(found)
+                calls.note_heartbeat(beat(state, swap, pause))
         await asyncio.sleep(0)
-        assert calls.num_open == 4, "the engine answers these itself, or its version does not report a pause"
+        assert calls.num_open == 4, "the engine answers these itself"
         for _ in range(2):
             calls.note_heartbeat(beat("changing", swap, pause, sleeping=1))
         assert (await paused, await asleep) == (pause, True)
         with raises_api_error(503, ErrorCode.ENGINE_UNAVAILABLE):
             await scheduler
         assert not changed.done(), "a call that changes something waits for its reply"
+        paused = asyncio.create_task(calls.inspect_pause())
+        await asyncio.sleep(0)
+        for _ in range(2):
+            calls.note_heartbeat(beat("changing", swap, None))
+        with raises_api_error(503, ErrorCode.ENGINE_UNAVAILABLE):
+            await paused
         calls.answer(Answer(sent[3].call, True))
         assert (await changed, calls.num_open) == ("", 0)
 
