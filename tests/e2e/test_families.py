@@ -85,7 +85,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 6,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 40,
-            "shared_expert_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
         },
     ),
     "gemma2": ("Gemma2Config", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}),

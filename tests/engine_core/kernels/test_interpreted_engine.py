@@ -109,10 +109,16 @@ def test_a_model_as_its_own_draft_model_is_right_with_interpreted_kernels(tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
-@pytest.mark.parametrize("save", [save_hybrid, save_hybrid_moe], ids=["dense", "experts"])
-def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_hybrid_model(save: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("save", "fields"),
+    [(save_hybrid, {}), (save_hybrid_moe, {}), (save_hybrid_moe, {"shared_expert_intermediate_size": 40})],
+    ids=["dense", "experts", "shared expert among the others"],
+)
+def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_hybrid_model(
+    save: Any, fields: dict[str, int], tmp_path: Path
+) -> None:
     """Three sequences take turns in two rows, in graphs of decode steps and of prompts beside them."""
-    model = save(tmp_path, {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]})
+    model = save(tmp_path, fields | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]})
     options = EngineOptions(
         model=str(tmp_path),
         device="cuda",
