@@ -15,8 +15,11 @@ from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.layers.lora_linear import LoraSlots
 from tandem.engine_core.layers.moe import MixtureOfExperts
 from tandem.engine_core.layers.shared_expert import SharedExpert
+from tandem.engine_core.loader.weights import fill_with_noise
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
+from tandem.engine_core.weight_updates.tensors import TensorSpec
+from tandem.engine_core.weight_updates.update_slots import UpdateSlots
 from tests.engine_core.models import test_qwen3_5_moe, test_qwen3_next
 from tests.engine_core.models.test_qwen3_5_moe import PLAIN, PREFIX, split_experts
 from tests.support import parity
@@ -152,3 +155,20 @@ def test_tensors_of_gate_and_up_in_one_stay_apart(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     assert all(isinstance(mixture.shared, SharedExpert) for mixture in mixtures(load(tmp_path)))
     parity.check_parity(tmp_path, reference, schedules=[(1000, 16)])
+
+
+def test_random_weights_and_updates_reach_it_by_name(tmp_path: Path) -> None:
+    test_qwen3_5_moe.save_random(tmp_path, ALIKE)
+    model = load(tmp_path)
+    fill_with_noise(model)
+    mixture = mixtures(model)[0]
+    experts: Any = mixture.experts
+    before, router = experts.gate_up.clone(), mixture.router.clone()
+    assert 0.01 < before[6].std() < 0.03 and not torch.equal(before[6], before[5]) and router[6].abs().sum() > 0
+    update = UpdateSlots(model.weight_slots(), lambda name: name)
+    names = {"shared_expert.up_proj.weight": (32, 64), "shared_expert_gate.weight": (1, 64), "gate.weight": (6, 64)}
+    update.check([TensorSpec(f"{PREFIX}{name}", "F32", shape) for name, shape in names.items()])
+    for number, (name, shape) in enumerate(names.items()):
+        update.write(f"{PREFIX}{name}", torch.full(shape, float(number)))
+    assert torch.equal(experts.gate_up[:6], before[:6]) and torch.equal(experts.gate_up[6, :32], before[6, :32])
+    assert experts.gate_up[6, 32:].eq(0).all() and mixture.router[6].eq(1).all() and mixture.router[:6].eq(2).all()
