@@ -36,6 +36,7 @@ def mixtures(gpu: GpuTraits, rows: tuple[int, ...], bits: tuple[int, ...] = (16,
     yield from shared_experts(gpu)
     for tokens in rows:
         yield from routings(gpu, tokens)
+        yield from stacked_experts(gpu, tokens)
         yield from int4_experts(gpu, tokens)
         for weight_bits in bits:
             for by_block in BOTH if weight_bits == 8 else (False,):
@@ -59,24 +60,21 @@ def shared_experts(gpu: GpuTraits) -> Iterator[Launch]:
     hidden, down = half(2, TOP_K, WIDTH), half(EXPERTS, HIDDEN, WIDTH)
     yield lambda: down_gemv(hidden, down, None, empty_routing(2, EXPERTS, TOP_K), plan, gpu.pdl, few)
     yield lambda: combine(half(8 * TOP_K, HIDDEN), empty_routing(8, EXPERTS, TOP_K), gpu.pdl, more)
-    yield from stacked_experts(gpu)
 
 
-def stacked_experts(gpu: GpuTraits) -> Iterator[Launch]:
+def stacked_experts(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
     """Top-k and down projections of Qwen3.6-35B-A3B in FP8 blocks, its shared expert among the others."""
     experts, top_k, width = 257, 9, 512
     dtype = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
     down, scales = half(experts, HIDDEN, width, dtype=dtype), torch.empty(experts, HIDDEN // 128, width // 128)
     counts, switch = torch.empty(experts, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    for tokens, split in ((1, 1), (8, 1), (64, 4), (512, 2)):
-        partials, rows = torch.empty(split, tokens, experts), torch.empty(tokens, dtype=torch.int32)
-        given = partials, counts, top_k - 1, Routing.TOP_K_SOFTMAX, switch, rows, 0, tokens > GEMV_TOKENS, True
-        yield lambda given=given: route(*given, gpu.pdl)
-    for tokens in (1, 4):
-        plan = choose_expert_plan(ExpertKey("down", 8, 16, HIDDEN, width, experts, top_k, tokens), gpu)
-        assert isinstance(plan, GemvPlan)
-        call = half(tokens, top_k, width), down, scales, empty_routing(tokens, experts, top_k), plan, gpu.pdl
-        yield lambda call=call: down_gemv(*call)
+    partials, rows = torch.empty(2, tokens, experts), torch.empty(tokens, dtype=torch.int32)
+    given = partials, counts, top_k - 1, Routing.TOP_K_SOFTMAX, switch, rows, 0, tokens > GEMV_TOKENS, True
+    yield lambda: route(*given, gpu.pdl)
+    plan = choose_expert_plan(ExpertKey("down", 8, 16, HIDDEN, width, experts, top_k, tokens), gpu)
+    if isinstance(plan, GemvPlan):
+        hidden, routed = half(tokens, top_k, width), empty_routing(tokens, experts, top_k)
+        yield lambda: down_gemv(hidden, down, scales, routed, plan, gpu.pdl)
 
 
 def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
