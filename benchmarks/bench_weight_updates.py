@@ -30,13 +30,16 @@ from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tests.support.nccl_trainer import ANY_HOST
 from tests.support.served_trainer import ServedTrainer, visible_gpus
 from tests.support.serving import Serving, until, write_console_script
+from tests.support.trainer_weights import num_bytes, update_info
 
 GB = 10**9
 QUESTION = {"prompt": [1, 5, 9, 200, 30], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 SEEDS = (1, 2)
 READY_SECONDS = 600.0
 """Longest wait for the server, which compiles kernels if its Triton cache is cold."""
-BUFFER_BYTES = {"cuda": 2**30, "cpu": 100_000}
+BUFFER_BYTES = 2**30
+"""Size of buffers, as of vLLM's trainers; less for small models, so that a trainer can be killed between two."""
+MIN_BUFFERS = 8
 FLAGS = {
     "cuda": "--max-rows 16 --max-len 4096 --kv-tokens 65536 --graph-rows 1,8,16 --graph-tokens 256,512 "
     f"--speculate off --weight-update-hosts {ANY_HOST}",
@@ -56,14 +59,15 @@ class UpdateBench:
         self.checks: dict[str, bool] = {}
         self.joins: list[float] = []
         self.updates: list[dict[str, float]] = []
-        self.num_bytes = 0
+        self.num_bytes = num_bytes(update_info(folder))
+        self.buffer_bytes = min(BUFFER_BYTES, self.num_bytes // MIN_BUFFERS)
         self.refused_after = 0.0
 
     def measure(self, updates: int) -> None:
         """Update with the two seeds alternately, kill the trainer, and update again from another."""
         repeats = True
         with self._trainer() as trainer:
-            self._join(trainer)
+            self.joins.append(trainer.join_seconds)
             for number in range(updates):
                 seed = SEEDS[number % len(SEEDS)]
                 update, finish = trainer.update(seed)
@@ -76,26 +80,23 @@ class UpdateBench:
         self._check("a killed trainer: 409 for the update and its finish", statuses == [409, 409])
         self._check("requests after it: 503", self._status() == 503)
         with self._trainer() as trainer:
-            self._join(trainer)
+            self.joins.append(trainer.join_seconds)
             trainer.update(SEEDS[0])
             self._check("a full update completes the weights", self._answer() == self._answers[SEEDS[0]])
 
     def figures(self) -> dict[str, Any]:
-        figures = {"bytes": self.num_bytes, "join_seconds": self.joins, "updates": self.updates}
-        return (
-            figures
-            | medians(self.updates)
-            | {"killed_trainer_refused_after_seconds": self.refused_after, "checks": self.checks}
-        )
+        return {
+            "bytes": self.num_bytes,
+            "join_seconds": self.joins,
+            "updates": self.updates,
+            **medians(self.updates),
+            "killed_trainer_refused_after_seconds": self.refused_after,
+            "checks": self.checks,
+        }
 
     def _trainer(self) -> ServedTrainer:
         environment = {"CUDA_VISIBLE_DEVICES": visible_gpus()[1]} if self._device == "cuda" else {}
-        buffer_bytes = BUFFER_BYTES[self._device]
-        return ServedTrainer(self._serving, self._folder, self._device, buffer_bytes, environment)
-
-    def _join(self, trainer: ServedTrainer) -> None:
-        self.joins.append(trainer.join_seconds)
-        self.num_bytes = trainer.num_bytes
+        return ServedTrainer(self._serving, self._folder, self._device, self.buffer_bytes, environment)
 
     def _check(self, name: str, is_right: bool) -> None:
         print(f"{name}: {'yes' if is_right else 'NO'}", flush=True)
@@ -168,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(lines(figures)), flush=True)
     if arguments.out is not None:
         config = {"shape": (arguments.shape or DEFAULT_MODEL).name, "device": device, "flags": FLAGS[device]}
-        config |= {"updates": arguments.updates, "update_timeout": timeout, "buffer_bytes": BUFFER_BYTES[device]}
+        config |= {"updates": arguments.updates, "update_timeout": timeout, "buffer_bytes": bench.buffer_bytes}
         if device == "cuda":
             config["gpu"] = torch.cuda.get_device_name()
         print(write(arguments.out, config, figures))

@@ -5,6 +5,7 @@ import pickle
 import sys
 import types
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def pickled_id(data: bytes) -> bytes:
     fields = {"_fields_": [("internal", ctypes.c_byte * UNIQUE_ID_BYTES)], "__module__": MODULE}
     try:
         sys.modules.update({name: types.ModuleType(name) for name in names})
-        kind = type("ncclUniqueId", (ctypes.Structure,), fields)
+        kind: Any = type("ncclUniqueId", (ctypes.Structure,), fields)
         sys.modules[MODULE].__dict__["ncclUniqueId"] = kind
         return pickle.dumps(kind.from_buffer_copy(data))
     finally:

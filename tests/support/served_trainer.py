@@ -1,6 +1,5 @@
 """A trainer's process, and its calls to a server."""
 
-import math
 import os
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from tests.support.serving import Serving, free_port
 from tests.support.trainer_weights import update_info
 
 BUFFER_BYTES = 100_000
+WORDS = {"started", "packed", "stopped", "sent"}
+"""What the process prints, among lines of its libraries."""
 
 
 def visible_gpus() -> list[str]:
@@ -47,12 +48,6 @@ class ServedTrainer:
         self._command = [sys.executable, "-m", "tests.support.trainer_process", *arguments]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors of an update."""
-        kinds, shapes = self.update_info["dtype_names"], self.update_info["shapes"]
-        return sum(math.prod(shape) * getattr(torch, kind).itemsize for kind, shape in zip(kinds, shapes, strict=True))
 
     def __enter__(self) -> "ServedTrainer":
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -89,10 +84,11 @@ class ServedTrainer:
         self._tell("send")
 
     def expect(self, word: str) -> None:
-        """Wait until the process prints a word."""
+        """Wait until the process prints a word. Raises AssertionError for another one, or none."""
         assert self._process is not None and self._process.stdout is not None
         while line := self._process.stdout.readline():
-            if line.strip() == word:
+            if (found := line.strip()) in WORDS:
+                assert found == word, f"the trainer printed {found!r} instead of {word!r}"
                 return
         raise AssertionError(f"the trainer ended with {self._process.wait()} before it printed {word!r}")
 

@@ -1,5 +1,6 @@
 """Weights of a trainer for a model folder: other values for each seed."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,9 @@ def update_info(folder: Path) -> dict[str, Any]:
         names, shapes = list(found), [list(shape) for shape in found.values()]
         dtypes = [config.dtype or "bfloat16"] * len(found)
     return {"names": names, "dtype_names": dtypes, "shapes": shapes}
+
+
+def num_bytes(info: dict[str, Any]) -> int:
+    """Return the bytes of all tensors of an `update_info`."""
+    kinds = (getattr(torch, kind) for kind in info["dtype_names"])
+    return sum(math.prod(shape) * kind.itemsize for shape, kind in zip(info["shapes"], kinds, strict=True))
