@@ -37,7 +37,7 @@ ON_GPU: dict[str, Any] = {
     "threads": None,
     "kv_tokens": None,
     "max_rows": 64,
-    "max_len": 4096,
+    "max_len": 2048,
     "graph_rows": "1,8,64",
     "graph_tokens": "64,512",
 }

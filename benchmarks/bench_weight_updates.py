@@ -41,7 +41,7 @@ BUFFER_BYTES = 2**30
 """Size of buffers, as of vLLM's trainers; less for small models, so that a trainer can be killed between two."""
 MIN_BUFFERS = 8
 FLAGS = {
-    "cuda": "--max-rows 16 --max-len 4096 --kv-tokens 65536 --graph-rows 1,8,16 --graph-tokens 256,512 "
+    "cuda": "--max-rows 16 --max-len 2048 --kv-tokens 65536 --graph-rows 1,8,16 --graph-tokens 256,512 "
     f"--speculate off --weight-update-hosts {ANY_HOST}",
     "cpu": "--max-rows 4 --max-len 256 --kv-tokens 2000 --threads 1",
 }
