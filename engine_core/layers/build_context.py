@@ -18,7 +18,7 @@ from tandem.engine_core.layers.split_linear import SplitLinear
 from tandem.engine_core.loader.header import TORCH_DTYPES
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme
+from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme, scheme_texts
 
 BLOCKS = "model.layers."
 """Start of the names of all modules in the blocks of a text model."""
@@ -150,9 +150,10 @@ class BuildContext:
         ((usual, count), *others) = Counter(schemes.values()).most_common()
         if others:
             (expert, projection), odd = next(item for item in schemes.items() if item[1] != usual)
+            found, expected = scheme_texts(odd, usual)
             raise ConfigError(
-                f"{name}: {projection} of expert {expert} is in {odd or '16 bits'}, but {count} of {len(schemes)} "
-                f"projections are in {usual or '16 bits'}; all experts of a layer need one format"
+                f"{name}: {projection} of expert {expert} is in {found}, but {count} of {len(schemes)} projections are "
+                f"in {expected}; all experts of a layer need one format"
             )
         try:
             return self.expert_method.build(experts + extra, hidden, width, activation, usual, self)

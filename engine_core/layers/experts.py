@@ -196,6 +196,6 @@ def fp8_scheme(scheme: Scheme | None) -> EightBitScheme | None:
     if scheme is None or (isinstance(scheme, EightBitScheme) and scheme.kind == "fp8"):
         return scheme
     raise ConfigError(
-        f"experts in {scheme} are not supported (supported: 16 bits, fp8, 4 bits); serve the FP8 or the unquantized "
-        "checkpoint"
+        f"experts in {scheme} are not supported (supported: 16 bits, 4 bits, and fp8 with scales of projections, of "
+        "outputs or of blocks); serve the FP8 or the unquantized checkpoint"
     )

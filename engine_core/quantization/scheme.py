@@ -1,6 +1,6 @@
 """Quantization schemes of the linear weights of a checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Literal
 
@@ -102,7 +102,7 @@ class W8A16Scheme:
     """As in `Int4Scheme`."""
 
     def __str__(self) -> str:
-        return f"{self.kind} weights" if self.packing is None else f"8 bits ({self.packing})"
+        return f"{self.kind} in groups of {self.group}" if self.packing is None else f"8 bits ({self.packing})"
 
     @property
     def max_value(self) -> float:
@@ -111,5 +111,22 @@ class W8A16Scheme:
 
 
 Scheme = EightBitScheme | Int4Scheme | W8A16Scheme
+
+
+def scheme_texts(one: Scheme | None, other: Scheme | None) -> tuple[str, str]:
+    """Return the texts of two schemes, None for 16 bits, with the fields in which schemes of one text differ."""
+    texts = str(one or "16 bits"), str(other or "16 bits")
+    if one is None or other is None or texts[0] != texts[1]:
+        return texts
+    names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name, None)]
+    first, second = [", ".join(f"{name} {_value(scheme, name)}" for name in names) for scheme in (one, other)]
+    return f"{texts[0]} with {first}", f"{texts[1]} with {second}"
+
+
+def _value(scheme: Scheme, name: str) -> str:
+    value = getattr(scheme, name)
+    return str(value.value if isinstance(value, Enum) else value)
+
+
 ONLINE_FP8 = EightBitScheme("fp8", Activations.TOKEN, from_floats=True)
 """Scheme of `--quantize fp8`: one scale per output."""

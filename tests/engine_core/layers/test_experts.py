@@ -23,7 +23,15 @@ from tests.engine_core.models.test_qwen3_moe import fuse_experts, save_random
 from tests.support import parity
 from tests.support.paged_model import PagedRun, load
 from tests.support.parity import SMALL, random_tokens
-from tests.support.quantized_checkpoint import LAYOUTS, Layout, add_biases, quantize_checkpoint, quantize_layers
+from tests.support.quantized_checkpoint import (
+    GROUP,
+    LAYOUTS,
+    Layout,
+    add_biases,
+    quantize_checkpoint,
+    quantize_layers,
+    set_quantization,
+)
 
 FP8 = ["fp8_tensor_static", "fp8_tensor_dynamic", "fp8_channel", "fp8_block", "modelopt"]
 PARTIAL_BLOCKS = {"hidden_size": 160, "head_dim": 48, "moe_intermediate_size": 136, "num_experts": 3}
@@ -128,14 +136,36 @@ def test_a_missing_tensor_of_an_int4_expert_is_named(part: str, tmp_path: Path) 
         load(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("int8", "int8"), ("gptq_bytes", "8 bits (gptq)")])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("int8", "int8"), ("gptq_bytes", "8 bits (gptq)"), ("fp8_groups", f"fp8 in groups of {GROUP} ")],
+)
 def test_other_quantizations_of_experts_are_refused(name: str, scheme: str, tmp_path: Path) -> None:
     save_random(tmp_path, {"moe_intermediate_size": 64})
     quantize_checkpoint(tmp_path, LAYOUTS[name])
     with pytest.raises(ConfigError) as refused:
         load(tmp_path)
-    words = (str(tmp_path), "model.layers.0.mlp.experts", scheme, "16 bits, fp8, 4 bits")
+    words = (str(tmp_path), "model.layers.0.mlp.experts", scheme, "16 bits, 4 bits, and fp8 with scales of")
     assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "texts"),
+    [
+        ("gptq", {"group_size": 64}, ("4 bits (gptq) with group 64,", f"4 bits (gptq) with group {GROUP};")),
+        ("gptq", {"desc_act": True}, ("4 bits (gptq) with ordered True,", "4 bits (gptq) with ordered False;")),
+        ("gptq", {"group_size": 64, "sym": False}, ("with group 64, symmetric False,", "symmetric True;")),
+    ],
+)
+def test_formats_of_experts_that_share_a_name_are_told_apart(
+    name: str, rule: dict[str, Any], texts: tuple[str, str], tmp_path: Path
+) -> None:
+    save_random(tmp_path, GROUPS_OF_32)
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    set_quantization(tmp_path, LAYOUTS[name].config | {"dynamic": {r"+:.*experts\.2\.down_proj": rule}})
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path)
+    assert all(text in str(refused.value) for text in ("down_proj of expert 2", *texts))
 
 
 def test_an_expert_in_another_format_than_the_others_is_named(tmp_path: Path) -> None:
