@@ -111,6 +111,8 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0, cpu_b
     with problems.caught():
         kind = configuration.resolve_device(options, cuda)
     with problems.caught():
+        _check_recurrent_layers(model_config, kind)
+    with problems.caught():
         check_memory_flags(options, kind)
     with problems.caught():
         check_sleep_flags(options)
@@ -153,6 +155,16 @@ def _quantized(options: EngineOptions, model: ModelConfig) -> ModelConfig:
     if model.quantization is not None:
         raise ConfigError("--quantize fp8: the checkpoint is quantized already; leave the flag out")
     return structs.replace(model, quantization=FP8_AT_LOAD)
+
+
+def _check_recurrent_layers(model: ModelConfig, kind: str) -> None:
+    """Raise ConfigError for recurrent layers that the kernels of a device do not support."""
+    if model.delta_rule is None or kind == "cpu":
+        return
+    try:
+        model.delta_rule.check_heads()
+    except ValueError as error:
+        raise ConfigError(f"--device cuda: {error}; use --device cpu") from None
 
 
 def build_engine(

@@ -128,11 +128,9 @@ def short_conv(
     """Apply the causal convolution, SiLU and the norms of heads; see the oracle.
 
     x: rows contiguous, and all that the preceding kernel may write with `pdl`; pieces: of the tokens after the single
-    ones. Raises ValueError for head sizes that are not powers of two.
+    ones. Raises ValueError for head sizes that the kernels do not support.
     """
-    for size in (shape.key_dim, shape.value_dim):
-        if size & (size - 1):
-            raise ValueError(f"heads of {size} elements are not supported; the size must be a power of two")
+    shape.check_heads()
     count, launch = len(x), {"launch_pdl": True} if pdl else {}
     num_kept = tokens.num_single if tokens.queries == 1 else count
     out = torch.empty(count, shape.channels, dtype=x.dtype, device=x.device)

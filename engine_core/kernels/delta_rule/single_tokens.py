@@ -119,13 +119,6 @@ def _single_tokens_kernel(
         tl.store(out_ptr + (token * HEADS + head) * V + v_index, result.to(out_ptr.dtype.element_ty))
 
 
-def check_heads(shape: DeltaRuleShape) -> None:
-    """Raise ValueError for heads of other sizes than powers of two from 16 on."""
-    for size in (shape.key_dim, shape.value_dim):
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"heads of {size} elements are not supported; the size must be a power of two from 16 on")
-
-
 def single_tokens(
     out: Tensor,
     qkv: Tensor,
@@ -142,7 +135,7 @@ def single_tokens(
     out: [T, value_heads, value_dim], written but for padding; qkv: contiguous, and all that the preceding kernel may
     write with `pdl`; gates: rows contiguous. Raises ValueError for heads of other sizes than powers of two from 16 on.
     """
-    check_heads(shape)
+    shape.check_heads()
     block, warps = (SMALL_VALUE_BLOCK, SMALL_WARPS) if tokens.num_single <= SMALL_BATCH else (VALUE_BLOCK, WARPS)
     block = min(block, shape.value_dim)
     _single_tokens_kernel[(tokens.num_single, shape.value_heads, shape.value_dim // block)](

@@ -43,6 +43,12 @@ class DeltaRuleShape(Struct, frozen=True, kw_only=True):
     conv_width: int
     """Positions that the convolution sees, the token's own included."""
 
+    def check_heads(self) -> None:
+        """Raise ValueError for heads of other sizes than powers of two from 16 on, which the Triton kernels need."""
+        for name, size in (("linear_key_head_dim", self.key_dim), ("linear_value_head_dim", self.value_dim)):
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{name} {size} is not supported; it must be a power of two from 16 on")
+
     @property
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values, in this order."""

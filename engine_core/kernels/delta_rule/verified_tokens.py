@@ -20,7 +20,6 @@ from tandem.engine_core.kernels.delta_rule.single_tokens import (
     VALUE_BLOCK,
     WARPS,
     add_two,
-    check_heads,
     log_decay,
 )
 from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, TokenRows
@@ -150,7 +149,7 @@ def verified_tokens(
     Arguments are those of `single_tokens`. Raises ValueError for more tokens of a row than MAX_QUERIES, or than the
     memory has room for.
     """
-    check_heads(shape)
+    shape.check_heads()
     queries, room = tokens.queries, state.num_updates - state.ring
     if not queries <= min(MAX_QUERIES, 1 + room):
         raise ValueError(f"{queries} tokens a row; at most {MAX_QUERIES} are supported, and the ring has {room} more")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from llguidance import LLMatcher
+from msgspec import structs
 
 from tandem.engine_core.config import ModelShape, resolve
 from tandem.engine_core.constraints.compiler import GrammarCompiler
@@ -40,6 +41,7 @@ from tandem.protocol.logs import LineHandler
 from tandem.protocol.model_folder import TemplateSource
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
+from tests.engine_core.models.test_qwen3_5 import QWEN35
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.model_folder import write_config, write_model
 from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
@@ -200,6 +202,16 @@ def test_a_build_that_cannot_succeed_is_refused_with_the_reason(
     write_config(folder, **config)
     with pytest.raises(ConfigError, match=text):
         build(folder, **options)
+
+
+@pytest.mark.parametrize(("name", "size"), [("linear_key_head_dim", 24), ("linear_value_head_dim", 8)])
+def test_recurrent_heads_without_cuda_kernels_are_refused(name: str, size: int, tmp_path: Path) -> None:
+    fields = QWEN35 | {"architectures": ["Qwen3_5ForCausalLM"], name: size}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    options = EngineOptions(model=str(tmp_path), device="cuda", max_len=64)
+    with pytest.raises(ConfigError, match=rf"--device cuda: {name} {size} "):
+        resolve_engine(options, cuda=True, gpu_bytes=2**34)
+    assert resolve_engine(structs.replace(options, device="cpu"), cuda=True).config.device == "cpu"
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
