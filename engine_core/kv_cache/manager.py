@@ -234,7 +234,7 @@ class KVManager:
             self.states.on_admit(seq, path, depth)
         cache = seq.cache
         cache.nodes, cache.start, cache.depth = nodes, _last(nodes), 0
-        self._find_drafted(seq)
+        self._find_draft_kv(seq)
         if not self._tails:
             cache.matched, cache.matched_epoch = [], -1
         if tree is not None:
@@ -307,7 +307,7 @@ class KVManager:
                 unused += table[max(shared, before) : depth]
                 table[shared:depth] = [PADDING_PAGE] * skipped + tree.pages(found[skipped:], group)
         nodes += found
-        self._find_drafted(seq)
+        self._find_draft_kv(seq)
         self._release_own(seq, unused)
 
     def grow(self, seq: Sequence, end: int) -> int:
@@ -379,7 +379,7 @@ class KVManager:
                 self.states.on_computed(seq, row)
         self._give_up_passed(seq)
 
-    def on_drafted(self, seq: Sequence, end: int) -> None:
+    def on_draft_kv(self, seq: Sequence, end: int) -> None:
         """Record that the draft model has computed the positions of a sequence below `end`.
 
         It may have written to pages of the prefix cache, which hold the same tokens for all.
@@ -387,13 +387,13 @@ class KVManager:
         size, nodes = self._page_size, seq.cache.nodes
         if self.tree is not None:
             for node in nodes[seq.drafts.model_len // size : end // size]:
-                self.tree.has_drafts[node] = 1
+                self.tree.has_draft_kv[node] = 1
         seq.drafts.model_len = max(seq.drafts.model_len, end)
 
-    def _find_drafted(self, seq: Sequence) -> None:
+    def _find_draft_kv(self, seq: Sequence) -> None:
         """Set the positions that the draft model has computed, after a sequence begins to read other pages."""
         if self.tree is not None:
-            count, nodes = self.tree.num_drafted(seq.cache.nodes), seq.cache.nodes
+            count, nodes = self.tree.num_with_draft_kv(seq.cache.nodes), seq.cache.nodes
             end = count * self._page_size
             seq.drafts.model_len = end if count < len(nodes) else max(seq.drafts.model_len, end)
 
@@ -677,7 +677,7 @@ class KVManager:
             duplicates += self._attach(seq, max(first, held), full, number)
         tree.lock(nodes[first:], [max(0, held - first) for held in seq.first_pages])
         if duplicates:
-            self._find_drafted(seq)
+            self._find_draft_kv(seq)
         self.epoch += full - first
         return duplicates
 
@@ -693,9 +693,9 @@ class KVManager:
         duplicates = [pages[index] for pages in own for index in known]
         kept = set(known)
         if not number and seq.drafts.model_len:
-            drafted = seq.drafts.model_len // self._page_size - start
-            for index in [index for index in range(min(drafted, len(nodes))) if index not in kept]:
-                tree.has_drafts[nodes[index]] = 1
+            computed = seq.drafts.model_len // self._page_size - start
+            for index in [index for index in range(min(computed, len(nodes))) if index not in kept]:
+                tree.has_draft_kv[nodes[index]] = 1
         for group, table, pages in zip(self._classes[number].groups, tables, own, strict=True):
             if kept:
                 pages = [page for index, page in enumerate(pages) if index not in kept]

@@ -76,7 +76,7 @@ class RadixTree:
         self._free_ids: list[int] = []
         self._queue = EvictionQueue()
         """Unused leaves."""
-        self.has_drafts = bytearray(1)
+        self.has_draft_kv = bytearray(1)
         """For each node, 1 if the draft model has computed the keys and values of its page too."""
         self._points: dict[int, int] = {}
         """Last use of each match point; empty without tails."""
@@ -236,7 +236,7 @@ class RadixTree:
         """
         assert self.classes[kind].held[node], f"node {node} holds no page of class {kind}; {self}"
         if not kind:
-            self.has_drafts[node] = 0
+            self.has_draft_kv[node] = 0
         pages = self.classes[kind].take((node,))
         self.num_evicted += len(pages)
         if not kind:
@@ -245,11 +245,11 @@ class RadixTree:
                 self.on_lost(node)
         return pages
 
-    def num_drafted(self, nodes: Sequence[int]) -> int:
+    def num_with_draft_kv(self, nodes: Sequence[int]) -> int:
         """Return the number of leading nodes of a path whose pages the draft model has computed."""
-        if not nodes or not self.has_drafts[nodes[0]]:
+        if not nodes or not self.has_draft_kv[nodes[0]]:
             return 0
-        lacking = bytes(map(self.has_drafts.__getitem__, nodes)).find(0)
+        lacking = bytes(map(self.has_draft_kv.__getitem__, nodes)).find(0)
         return len(nodes) if lacking < 0 else lacking
 
     def lock(self, nodes: Sequence[int], firsts: Sequence[int] = (0,)) -> None:
@@ -465,9 +465,9 @@ class RadixTree:
     def _new_id(self) -> int:
         """Return an id that no node in the tree has."""
         if self._free_ids:
-            self.has_drafts[self._free_ids[-1]] = 0
+            self.has_draft_kv[self._free_ids[-1]] = 0
             return self._free_ids.pop()
-        self.has_drafts.append(0)
+        self.has_draft_kv.append(0)
         self._key.append(None)
         for column in (self._parent, self._num_children, self._removed_at, self._last_use):
             column.append(0)

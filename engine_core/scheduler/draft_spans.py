@@ -1,7 +1,7 @@
 """The positions that a draft model computes as prompts.
 
 It computes each chunk of a prompt in the step that computes it with the large model. Steps of decode without drafts
-leave it behind, and so do pages of the prefix cache that were filled in such steps (`RadixTree.has_drafts`). A row
+leave it behind, and so do pages of the prefix cache that were filled in such steps (`RadixTree.has_draft_kv`). A row
 makes up for that before its next drafts, and only if it has drafts.
 """
 
@@ -57,7 +57,7 @@ def note_spans(plan: StepPlan, sequences: Mapping[int, Sequence], memory: KVMana
     """Record what the draft model has computed once a step is launched, before its pages are published."""
     for span in plan.draft_spans:
         seq = sequences[span.seq_id]
-        memory.on_drafted(seq, span.end)
+        memory.on_draft_kv(seq, span.end)
         if seq.in_steady_decode:
             seq.drafts.model_lag = max(0, seq.num_scheduled_tokens - 1 - span.end)
 

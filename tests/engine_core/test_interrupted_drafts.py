@@ -115,7 +115,7 @@ class DraftingEngine(TrainedEngine):
         """Number of nodes of the prefix cache whose page the draft model has computed."""
         tree = self.driven.engine.scheduler.memory.tree
         assert tree is not None
-        return sum([bit for node, bit in enumerate(tree.has_drafts) if node not in tree._free_ids])
+        return sum([bit for node, bit in enumerate(tree.has_draft_kv) if node not in tree._free_ids])
 
     @property
     def acceptance(self) -> tuple[int, int]:

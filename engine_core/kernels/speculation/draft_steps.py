@@ -37,7 +37,7 @@ def _draft_inputs_kernel(
     tokens_ptr,
     lengths_ptr,
     ints_ptr,
-    drafted_ptr,
+    draft_lengths_ptr,
     counts_ptr,
     page_table_ptr,
     rows_ptr,
@@ -62,7 +62,7 @@ def _draft_inputs_kernel(
     if IS_FIRST:
         written = tl.zeros([], tl.int32)
         end = length - 1
-        first = tl.minimum(tl.load(drafted_ptr + row), end)
+        first = tl.minimum(tl.load(draft_lengths_ptr + row), end)
     else:
         written = tl.load(counts_ptr + row)
         end = length - 1 + written
@@ -90,7 +90,7 @@ def _draft_inputs_kernel(
     tl.store(index_ptr + number, (number * queries + tl.maximum(num_live - 1, 0)).to(tl.int64))
     if IS_FIRST:
         tl.store(counts_ptr + row, 0)
-        tl.store(drafted_ptr + row, first + num_live, mask=is_live)
+        tl.store(draft_lengths_ptr + row, first + num_live, mask=is_live)
 
 
 def draft_inputs(
@@ -162,14 +162,14 @@ def write_drafts(
 
 
 @triton.jit
-def _note_accepted_kernel(counts_ptr, lengths_ptr, drafted_ptr, rows_ptr, PDL: tl.constexpr):
+def _note_accepted_kernel(counts_ptr, lengths_ptr, draft_lengths_ptr, rows_ptr, PDL: tl.constexpr):
     number = tl.program_id(0)
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + number).to(tl.int64)
     packed = tl.load(counts_ptr + number)
     new, drafts = packed & 0xFF, packed >> DRAFTS_SHIFT & 0xFF
     known = tl.load(lengths_ptr + row) - new + tl.minimum(new, drafts) - 1
-    tl.store(drafted_ptr + row, known, mask=(row > 0) & (drafts > 0))
+    tl.store(draft_lengths_ptr + row, known, mask=(row > 0) & (drafts > 0))
 
 
 def note_accepted(tables: SamplingTables, state: DraftState, rows: Tensor, counts: Tensor, pdl: bool = False) -> None:

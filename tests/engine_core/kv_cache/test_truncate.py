@@ -102,7 +102,7 @@ def test_truncation_frees_own_pages_behind_the_length() -> None:
 def test_published_pages_are_left_whole(length: int, kept: int) -> None:
     pool = Pool(30, 4, cache=True, windows=(None,))
     seq = computed(pool, prompted(1, *range(10, 32)))
-    pool.memory.on_drafted(seq, 18)
+    pool.memory.on_draft_kv(seq, 18)
     pool.memory.truncate(seq, length)
     assert seq.num_scheduled_tokens == kept, "a page of the prefix cache is never written again"
     assert seq.drafts.model_len == min(18, kept)

@@ -84,11 +84,11 @@ def test_a_cache_hit_of_pages_that_the_draft_model_lacks_is_made_up_for(folder: 
     driven.run()
     assert acceptance_of(driven) == (0, 0)
     tree = driven.engine.scheduler.memory.tree
-    assert tree is not None and not any(tree.has_drafts)
+    assert tree is not None and not any(tree.has_draft_kv)
     assert driven.generate([prompt], [params]) == [driven.tokens(1)]
     drafted, accepted = acceptance_of(driven)
     assert drafted == accepted > 10 and driven.engine.scheduler.memory.num_hit_tokens > 0
-    assert sum(tree.has_drafts) == len(prompt) // 8, "pages of the prompt, which were computed once"
+    assert sum(tree.has_draft_kv) == len(prompt) // 8, "pages of the prompt, which were computed once"
 
 
 @pytest.mark.parametrize("largest", [16, 32])
