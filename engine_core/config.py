@@ -161,7 +161,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         return tuple([(rows, drafts) for rows, drafts in self.verify_shapes if rows * (1 + drafts) <= limit])
 
     @property
-    def max_verified(self) -> int:
+    def max_draft_positions(self) -> int:
         """Maximum number of positions of a step that verifies drafts; 0 without speculation."""
         return max(MAX_VERIFY_POSITIONS, self.max_rows) if self.draft_sizes else 0
 

@@ -351,11 +351,11 @@ def _new_builder(
             vocab_size,
             new_planner(),
             filler,
-            config.max_verified,
+            config.max_draft_positions,
         )
         for _ in range(config.depth)
     ]
-    most_samples = max(config.max_rows, config.max_verified)
+    most_samples = max(config.max_rows, config.max_draft_positions)
     plain, scorer = parts.sampler(tables, vocab_size, most_samples), parts.scorer(vocab_size, most_samples)
     sampler: Sampler = plain
     speculator, options = None, config.options
