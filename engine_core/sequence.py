@@ -333,11 +333,6 @@ class Sequence:
         return self.cacheable_len if self.submit.num_verified else 1
 
     @property
-    def is_broken(self) -> bool:
-        """True if the model failed: the KV that the sequence computed may hold NaN."""
-        return isinstance(self.outcome, Failure) and self.outcome.code is ErrorCode.MODEL_FAILED
-
-    @property
     def pending(self) -> int:
         """Number of positions that could be computed now."""
         return len(self.tokens) + self.num_inflight_samples - self.num_scheduled_tokens
