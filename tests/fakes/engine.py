@@ -14,12 +14,14 @@ from tandem.protocol.codec import decode_command, encode, step_output, unpack_id
 from tandem.protocol.commands import (
     SLEEP_TAGS,
     Abort,
+    CancelSwap,
     EndSession,
     FinishWeightUpdate,
     Goodbye,
     Hello,
     InitWeightTransfer,
     Inspect,
+    InspectSwap,
     Pause,
     ResetPrefixCache,
     Resume,
@@ -27,6 +29,7 @@ from tandem.protocol.commands import (
     Sleep,
     StartWeightUpdate,
     Submit,
+    SwapWeights,
     UpdateWeights,
     WakeUp,
 )
@@ -129,7 +132,7 @@ class FakeEngine:
         self.update_problem = ""
         self.weights: WeightFacts | None = None
         self.swap: SwapFacts | None = None
-        """State that heartbeats report; commands of swaps stay without an answer."""
+        """State that heartbeats report; commands of swaps stay without an answer then."""
         self.sleeps: list[Sleep | WakeUp] = []
         """Calls to sleep and to wake, which succeed unless there is a `sleep_refusal`."""
         self.sleep_refusal: Answer | None = None
@@ -234,6 +237,8 @@ class FakeEngine:
                     self._send(router, identity, answer)
                 case Sleep() | WakeUp():
                     self._send(router, identity, self._sleep_or_wake(command))
+                case SwapWeights(call) | CancelSwap(call) | InspectSwap(call) if self.swap is None:
+                    self._send(router, identity, Answer(call, False, "there are no swaps"))
                 case ResetPrefixCache(call):
                     self._send(router, identity, Answer(call, not self._running))
                 case Goodbye():
