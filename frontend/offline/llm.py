@@ -162,10 +162,10 @@ class LLM:
     ) -> list[Verification]:
         """Return the log-probability of each token of a continuation of each prompt, in order.
 
-        A continuation is text, which is tokenized on its own, or a list of token ids: 1 to 64 tokens, computed in one
-        pass after the prompt. KV of the prompt is taken from the prefix cache and kept there, that of the continuation
-        is dropped. `logprobs` is the number of most probable tokens reported for each position, `logits` adds the
-        logits of all tokens. `fields` are `cache_salt`, `lora`, `priority` and `session_id`.
+        A continuation is text, which is tokenized on its own, or a list of token ids: 1 to 64 tokens, computed after
+        the prompt in one pass if a step has room. KV of the prompt is taken from the prefix cache and kept there, that
+        of the continuation is dropped. `logprobs` is the number of most probable tokens reported for each position,
+        `logits` adds the logits of all tokens. `fields` are `cache_salt`, `lora`, `priority` and `session_id`.
 
         A prompt that is refused or fails has a result with an `error`. Raises ValueError unless there is one
         continuation for each prompt, and the errors of `generate`.
