@@ -13,12 +13,16 @@ tries the same examples. Longer tests (`tests.support.effort`) try others each t
 Torch computes in one thread. Tensors here are small, and if the test processes have more threads than the machine has
 cores, those threads take most of the time to wait for each other. Engines of tests may set another number, which the
 next test undoes.
+
+Python leaves modules compiled even if its environment forbids it: each process of a server, and each worker of
+pytest-xdist, would compile all of them again.
 """
 
 import gc
 import os
 import random
 import signal
+import sys
 from collections.abc import Generator
 from importlib.util import find_spec
 from zlib import crc32
@@ -34,6 +38,9 @@ from tests.support.first_imports import import_from_own_place
 
 if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 torch.set_num_threads(1)
 
