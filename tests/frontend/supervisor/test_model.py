@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tandem.frontend.hub.options import HubOptions
-from tandem.frontend.supervisor.model import LaunchError, ModelFolder, find_model, is_hub_name
+from tandem.frontend.supervisor import model as supervisor_model
+from tandem.frontend.supervisor.model import LaunchError, ModelFolder, find_draft_model, find_model, is_hub_name
 from tandem.protocol.engine_options import EngineOptions
 
 
@@ -148,3 +149,34 @@ def test_model_of_the_hub_is_served_under_its_name_unless_told_another(given: st
         EngineOptions(model="org/tiny", served_model_name=given)
     )
     assert options == EngineOptions(model="/cache/0123", served_model_name=given or "org/tiny")
+
+
+def test_a_draft_model_is_a_folder_wherever_the_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_folder(tmp_path / "small", "config.json", "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for given in ("small", "small/model.safetensors"):
+        found = find_draft_model(EngineOptions(speculate=f"model:{given}", speculate_tokens=3), HubOptions())
+        assert found == EngineOptions(speculate=f"model:{tmp_path / 'small'}", speculate_tokens=3)
+    for options in (EngineOptions(), EngineOptions(speculate="ngram")):
+        assert find_draft_model(options, HubOptions()) is options
+
+
+def test_a_draft_model_of_the_hub_is_downloaded_at_its_own_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def download(*given: object, **also: object) -> ModelFolder:
+        asked.extend((*given, also))
+        return ModelFolder(tmp_path, "small", "0123")
+
+    monkeypatch.setattr(supervisor_model, "find_model", download)
+    hub = HubOptions("v2", "secret", tmp_path / "cache")
+    found = find_draft_model(EngineOptions(speculate="model:org/small"), hub, may_download=False)
+    assert found.draft_model == str(tmp_path)
+    assert asked == ["org/small", HubOptions(None, "secret", tmp_path / "cache"), {"may_download": False}]
+
+
+def test_a_draft_model_that_is_missing_is_named_with_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=re.escape(f"--speculate model:{tmp_path / 'none'}: ")):
+        find_draft_model(EngineOptions(speculate=f"model:{tmp_path / 'none'}"), HubOptions())
