@@ -15,7 +15,7 @@ from tandem.frontend.flags.speculative_config import speculative_arguments
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.adapters import check_modules, find_adapters
-from tandem.protocol.engine_options import DRAFT_MODEL, EngineOptions, add_engine_arguments, engine_argv
+from tandem.protocol.engine_options import DRAFT_MODEL, EngineOptions, add_engine_arguments, check_numbers, engine_argv
 from tandem.protocol.engine_options import engine_options as parsed_options
 from tandem.protocol.events import NO_LIMIT
 from tandem.protocol.params import MAX_TOP_LOGPROBS
@@ -109,10 +109,12 @@ def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptio
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     add_engine_arguments(parser)
     try:
-        return parsed_options(parser.parse_args(engine_argv(settings)))
+        found = parsed_options(parser.parse_args(engine_argv(settings)))
     except argparse.ArgumentError as error:
         name = str(error.argument_name).lstrip("-").replace("-", "_")
         raise ValueError(f"{name}={getattr(settings, name)!r}: {error.message}") from None
+    check_numbers(found)
+    return found
 
 
 def _with_drafts(options: Mapping[str, Any]) -> dict[str, Any]:

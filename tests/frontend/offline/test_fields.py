@@ -140,6 +140,8 @@ def test_a_draft_model_has_short_names_and_those_of_vllm(given: dict[str, Any]) 
         ({"speculative_config": {"method": "ngram"}, "speculate": "off"}, TypeError, "speculate"),
         ({"speculate": "model:"}, ValueError, "speculate"),
         ({"speculate": "eagle"}, ValueError, "speculate"),
+        ({"draft_model": "x", "spec_length": 9}, ValueError, "--speculate-tokens 9: .*1 to 7"),
+        ({"speculate": "ngram", "speculate_tokens": 0}, ValueError, "--speculate-tokens 0: .*1 to 7"),
     ],
 )
 def test_options_of_drafts_that_contradict_are_refused(
