@@ -91,6 +91,8 @@ class Engine:
         self.stopping = False
         """Set from outside, for example by a signal handler, to end `run`."""
         self._weight_facts = control.weights.facts
+        self._refuses_new = False
+        """True if a pause refuses requests, according to the heartbeats."""
         self._last_step_id = 0
         self._has_undrained = False
         """True if the last drain may have left commands."""
@@ -399,9 +401,12 @@ class Engine:
         pause = self.control.pause
         num_begun = self.scheduler.num_begun if pause.mode == "wait" else 0
         complete = pause.is_complete(self.pipeline.in_flight, num_begun)
-        if complete != self.stats.paused:
+        has_changed = complete != self.stats.paused
+        if has_changed:
             self.stats.paused = int(complete)
             self.stats.pause_changes += 1
+        if has_changed or pause.refuses_new != self._refuses_new:
+            self._refuses_new = pause.refuses_new
             self.mailbox.announce()
         for client, answer in pause.take_answers(complete):
             self.mailbox.reply(client, structs.replace(answer, pause_changes=self.stats.pause_changes))

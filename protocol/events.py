@@ -262,6 +262,8 @@ class WeightFacts(Struct, frozen=True, array_like=True):
     """Reason of a change that failed half-way."""
     asleep: list[str] = []
     """Tags whose memory is released, `commands.SLEEP_TAGS`."""
+    is_sleep_due: bool = False
+    """True if a sleep waits for the requests in progress; those that arrive are refused."""
 
 
 SwapState = Literal["idle", "staging", "staged", "draining", "loading"]

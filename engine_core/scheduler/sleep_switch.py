@@ -65,6 +65,7 @@ class SleepSwitch:
         """Return the state of the weights with that of the sleep."""
         if self.is_changing:
             return structs.replace(weights, state="changing")
+        weights = structs.replace(weights, is_sleep_due=self.due is not None)
         if not self.asleep:
             return weights
         return structs.replace(weights, state="sleeping", asleep=sorted(self.asleep))

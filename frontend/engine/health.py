@@ -11,14 +11,17 @@ from msgspec import Struct
 from tandem.frontend.engine.start_estimate import PREPARING, UNKNOWN_SECONDS, StartEstimate
 from tandem.protocol.events import Heartbeat, Phase
 
+_HELD = ("pausing", "paused", "sleeping", "incomplete")
+"""States that operators end, at an unknown time."""
+
 
 class EngineHealth(Struct, frozen=True):
     """Readiness of the engine, with the reason while it accepts no requests."""
 
     ready: bool
     status: str
-    """State as a keyword: ready, paused, sleeping, incomplete, waiting, loading, draining, failed, silent or hung; in a
-    frontend also connecting, lost or refused."""
+    """State as a keyword: ready, pausing, paused, sleeping, incomplete, waiting, loading, draining, failed, silent or
+    hung; in a frontend also connecting, lost or refused."""
     reason: str = ""
     """Human-readable reason; "" when ready."""
     percent: int | None = None
@@ -28,10 +31,10 @@ class EngineHealth(Struct, frozen=True):
     def takes_requests(self) -> bool:
         """True if the engine accepts commands.
 
-        It is ready, or paused, in which case requests may have to wait, or it sleeps or its weights are incomplete, in
-        which cases it refuses requests.
+        It is ready, or paused, in which case requests may have to wait, or it pauses, sleeps or its weights are
+        incomplete, in which cases it refuses requests.
         """
-        return self.ready or self.status in ("paused", "sleeping", "incomplete")
+        return self.ready or self.status in _HELD
 
 
 class _Pause(Struct, frozen=True):
@@ -178,6 +181,12 @@ class EngineWatch:
         if heartbeat.pending and (stuck := self._clock() - self._progress_at) > self.step_timeout:
             reason = f"the engine made no step for {stuck:.0f} s while {heartbeat.pending} requests wait for it"
             return EngineHealth(False, "hung", reason)
+        if weights is not None and weights.is_sleep_due:
+            reason = "the engine sleeps once the requests in progress have ended; POST /wake_up cancels that"
+            return EngineHealth(False, "sleeping", reason)
+        if heartbeat.pause is not None and heartbeat.pause.refuses_new and not heartbeat.pause.is_complete:
+            reason = "the engine pauses once the requests in progress have ended; POST /admin/resume cancels that"
+            return EngineHealth(False, "pausing", reason)
         return _READY
 
     def seconds_until_ready(self) -> int:
@@ -185,7 +194,7 @@ class EngineWatch:
 
         The end of a pause or a sleep is unknown.
         """
-        if self.health().status in ("paused", "sleeping", "incomplete"):
+        if self.health().status in _HELD:
             return UNKNOWN_SECONDS
         return self._starts.seconds(self._clock())
 

@@ -60,6 +60,19 @@ class TestModes:
         assert bench.outcome(2) == Finished(2, FinishReason.LENGTH)
         assert bench.at_rest()
 
+    def test_a_pause_that_refuses_requests_is_announced_at_once(self, depth: int) -> None:
+        bench = Bench(depth, rows=1)
+        bench.submit(1, 8)
+        bench.engine.tick()
+        bench.say(Pause(7, "wait", True))
+        bench.engine.tick()
+        assert (bench.stats.paused, bench.mailbox.num_announced) == (0, 1)
+        bench.finish()
+        assert (bench.stats.paused, bench.mailbox.num_announced) == (1, 2)
+        bench.say(Resume(8))
+        bench.engine.tick()
+        assert (bench.stats.paused, bench.mailbox.num_announced) == (0, 3)
+
     def test_wait_lets_all_sequences_of_a_request_finish(self, depth: int) -> None:
         bench = Bench(depth, rows=1)
         for number, group in ((1, 1), (2, 1), (3, 3)):

@@ -38,7 +38,7 @@ SwapWeights 12: call path running grace activate version
 CancelSwap 13: call
 InspectSwap 14: call
 SwapFacts: state path percent active_path version problem
-WeightFacts: version state problem asleep
+WeightFacts: version state problem asleep is_sleep_due
 Sleep 15: call level mode
 WakeUp 16: call tags
 AdapterFacts: name path version root weight_version

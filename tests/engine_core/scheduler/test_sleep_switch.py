@@ -185,6 +185,14 @@ def test_facts_say_what_sleeps() -> None:
     assert machine.switch.facts(awake).state == "changing"
 
 
+def test_facts_say_that_a_sleep_is_due() -> None:
+    switch, awake = Machine().switch, WeightFacts("v", "ready")
+    switch.begin(b"client", Sleep(1, 1, "wait"))
+    assert switch.facts(awake) == WeightFacts("v", "ready", is_sleep_due=True)
+    switch.begin_wake(b"client", WakeUp(2))
+    assert switch.facts(awake) == awake
+
+
 @pytest.mark.parametrize("command", [Sleep(1, 0), Sleep(1, 3), Sleep(1, -1), WakeUp(1, ["weights", "graphs"])])
 def test_unknown_levels_and_tags_are_refused(command: Sleep | WakeUp) -> None:
     assert problem_of(command)

@@ -1,10 +1,13 @@
 """Health of an engine judged from its heartbeats, with a clock of the test's own."""
 
+from typing import Any
+
 import pytest
+from msgspec import structs
 
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.start_estimate import UNKNOWN_SECONDS
-from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.events import Heartbeat, PauseFacts, Phase, WeightFacts
 from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
 from tests.support.refusals import numbers_in
@@ -109,6 +112,29 @@ def test_paused_engine_is_neither_ready_nor_hung() -> None:
     for now in range(205, 270, 2):
         engine.sends(heartbeat(pending=3, steps=7), float(now))
     assert engine.at(270.0).health().status == "hung"
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"pause": PauseFacts("wait", True, False)}, "pausing"),
+        ({"pause": PauseFacts("wait", False, False)}, "ready"),
+        ({"pause": PauseFacts(None, False, False)}, "ready"),
+        ({"weights": WeightFacts("0", "ready", is_sleep_due=True)}, "sleeping"),
+        ({"weights": WeightFacts("0", "ready")}, "ready"),
+    ],
+)
+def test_engine_that_refuses_requests_until_it_pauses_or_sleeps_is_not_ready(
+    changes: dict[str, Any], status: str
+) -> None:
+    engine = Engine()
+    for now in range(0, 70, 2):
+        engine.sends(structs.replace(heartbeat(pending=3, steps=now), **changes), float(now))
+    health = engine.at(69.0).health()
+    assert (health.status, health.ready, health.takes_requests) == (status, status == "ready", True)
+    for now in range(70, 140, 2):
+        engine.sends(structs.replace(heartbeat(pending=3, steps=70), **changes), float(now))
+    assert engine.at(139.0).health().status == "hung", "it still computes"
 
 
 @pytest.mark.parametrize("changes", [1, 2])
