@@ -175,8 +175,8 @@ class Control:
                 if self.swaps is None:
                     return Answer(command.call, False, "this engine keeps its weights; see --enable-weight-updates")
                 if isinstance(command, SwapWeights):
-                    if command.activate and self.sleep.takes_weights:
-                        return Answer(command.call, False, _ASLEEP, swap=self.swaps.facts)
+                    if command.activate and (problem := self._swap_refusal(command)):
+                        return Answer(command.call, False, problem, swap=self.swaps.facts)
                     logger.info("%s swaps to the weights of %s", self.clients[client], printable(command.path))
                 return self.swaps.apply(client, command)
             case Sleep() | WakeUp():
@@ -323,7 +323,15 @@ class Control:
         if is_updating or (not weights.is_complete and not weights.problem):
             return "an update of the weights is in progress; finish it first"
         if command.mode == "wait" and self.pause.mode is not None and num_open:
-            return f"the engine is paused, so its {num_open} open requests do not end; resume it, or use another mode"
+            return _never_end(num_open, "use another mode")
+        return ""
+
+    def _swap_refusal(self, command: SwapWeights) -> str:
+        """Return why weights cannot be swapped now, "" if they can."""
+        if self.sleep.takes_weights:
+            return _ASLEEP
+        if command.running == "wait" and self.pause.holds_rows and (num_begun := self.scheduler.num_begun):
+            return _never_end(num_begun, "swap with running abort or restart")
         return ""
 
     def advance_updates(self) -> None:
@@ -497,6 +505,12 @@ class Control:
         for token in ids:
             if not 0 <= token < self.model.vocab_size:
                 raise RequestError(ErrorCode.INVALID_VALUE, _outside(what, token, self.model.vocab_size))
+
+
+def _never_end(count: int, remedy: str) -> str:
+    """Return why a call does not wait for a number of requests. remedy: other than to resume."""
+    which = "1 request that is open does" if count == 1 else f"{count} requests that are open do"
+    return f"the engine is paused, so {which} not end; resume it, or {remedy}"
 
 
 def _check_verified(submit: Submit, prompt_len: int) -> None:

@@ -430,7 +430,10 @@ class Engine:
                 scheduler.fail_all(ErrorCode.WEIGHTS_CHANGED, f"the weights could not be replaced: {weights.problem}")
             self._send(scheduler.take_updates())
         elif change is not None and self.control.clock() > change.deadline:
-            weights.cancel(f"{scheduler.num_begun} requests were still running at the end of the grace period")
+            count = scheduler.num_begun
+            which = "1 request was" if count == 1 else f"{count} requests were"
+            is_paused = " (the engine is paused)" if self.control.pause.holds_rows else ""
+            weights.cancel(f"{which} still running at the end of the grace period{is_paused}")
         return change is not None and weights.change is None
 
     def _sleep_or_wake(self) -> bool:

@@ -8,7 +8,7 @@ from tandem.engine_core.errors import WeightsError
 from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.weight_swaps import WeightSwaps
 from tandem.engine_core.weight_version import WeightVersion
-from tandem.protocol.commands import CancelSwap, InspectSwap, SwapMode, SwapWeights
+from tandem.protocol.commands import CancelSwap, InspectSwap, Pause, Resume, SwapMode, SwapWeights
 from tandem.protocol.events import Answer, SwapFacts
 from tests.fakes.checkpoint_stager import FakeStager
 from tests.fakes.model import reference
@@ -139,6 +139,42 @@ def test_a_swap_to_the_version_that_serves_is_refused() -> None:
     assert (bench.answers[-1].call, bench.answers[-1].ok) == (50, False)
     assert bench.control.weights.is_complete
     assert bench.saved == [("/new", "a")]
+
+
+@pytest.mark.parametrize(("num_requests", "words"), [(1, "1 request "), (2, "2 requests ")])
+def test_a_swap_does_not_wait_for_requests_that_a_pause_holds(num_requests: int, words: str) -> None:
+    bench = SwapBench()
+    for number in range(1, num_requests + 1):
+        bench.submit(number, 40)
+    for _ in range(3):
+        bench.engine.tick()
+    bench.say(Pause(4, "keep"), SwapWeights(5, "/new"), SwapWeights(6, "/new", activate=False))
+    for _ in range(3):
+        bench.engine.tick()
+    refused = next(answer for answer in bench.answers if answer.call == 5)
+    assert not refused.ok and words in refused.message and "paused" in refused.message
+    assert bench.stager.paths == ["/new"], "staging needs no end of requests"
+    bench.stage("")
+    bench.say(SwapWeights(7, "/new", "restart"))
+    for _ in range(3):
+        bench.engine.tick()
+    assert bench.answers[-1].ok and bench.answers[-1].call == 7
+    bench.say(SwapWeights(8, "/new"), Resume(9))
+    bench.stage("")
+    bench.finish()
+    assert next(answer for answer in bench.answers if answer.call == 8).ok is False, "it came before the resume"
+
+
+def test_a_swap_waits_for_requests_that_a_pause_lets_end() -> None:
+    bench = SwapBench()
+    bench.submit(1, 6)
+    for _ in range(3):
+        bench.engine.tick()
+    bench.say(Pause(4, "wait"), SwapWeights(5, "/new"))
+    bench.stage("")
+    for _ in range(20):
+        bench.engine.tick()
+    assert next(answer for answer in bench.answers if answer.call == 5).ok
 
 
 def test_another_path_replaces_what_is_staged() -> None:
