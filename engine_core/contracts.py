@@ -419,6 +419,10 @@ class Runtime(Protocol):
 class SleepMemory(Protocol):
     """Memory of the device that an engine releases while it sleeps. Called with nothing in flight."""
 
+    @property
+    def has_folder(self) -> bool:
+        """True if `reload` finds the weights in a folder; those of a trainer are in none."""
+
     def release(self, tags: Collection[SleepTag], keep_weights: bool) -> int:
         """Release memory; return its bytes.
 

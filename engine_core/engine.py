@@ -451,7 +451,7 @@ class Engine:
             scheduler.change_weights(weights.version, keeps_rows=False)
             sleep.fall_asleep()
         for woken in sleep.wake():
-            weights.note_woken(woken)
+            weights.note_woken(woken, sleep.has_folder)
         sleep.is_changing = False
         self.stats.sleeping = int(bool(sleep.asleep))
         return True

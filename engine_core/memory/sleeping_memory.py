@@ -27,13 +27,14 @@ class SleepingMemory:
         release_unused: Callable[[], None],
         reload: Callable[[], bool],
         reload_draft: Callable[[], None],
+        find_folder: Callable[[], bool] = lambda: True,
     ) -> None:
         """Keep the parts.
 
         backup: for copies of the weights; tables: indices of the tensors of `weights` that no checkpoint fills;
         free_bytes: of the device; release_unused: releases what torch caches on it; reload: loads the weights from the
         folder that they came from, returns False if there is none; reload_draft: loads those of the draft model. Both
-        raise ConfigError.
+        raise ConfigError. find_folder: returns whether the weights are in a folder.
         """
         self._memory: dict[SleepTag, DeviceMemory] = {"weights": weights, "kv_cache": cache}
         self._backup = backup
@@ -42,8 +43,13 @@ class SleepingMemory:
         self._release_unused = release_unused
         self._reload = reload
         self._reload_draft = reload_draft
+        self._find_folder = find_folder
         self._kept: list[Tensor] | None = None
         """Copies of the tables; None: the backup has a copy of everything."""
+
+    @property
+    def has_folder(self) -> bool:
+        return self._find_folder()
 
     def release(self, tags: Collection[SleepTag], keep_weights: bool) -> int:
         if "weights" in tags:

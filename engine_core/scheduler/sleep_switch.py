@@ -120,6 +120,11 @@ class SleepSwitch:
         """True if a wake has something to restore or to load."""
         return bool(self.asleep) or self.has_dropped_weights
 
+    @property
+    def has_folder(self) -> bool:
+        """True if a wake of everything loads weights that a sleep of level 2 has dropped."""
+        return self.memory is not None and self.memory.has_folder
+
     def wake(self) -> list[bool]:
         """Carry out the calls to wake up, with nothing in flight if something is asleep.
 

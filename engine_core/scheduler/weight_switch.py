@@ -7,7 +7,8 @@ from tandem.engine_core.errors import WeightsError
 from tandem.engine_core.weight_version import WeightVersion, number_of
 from tandem.protocol.events import AnyEvent, WeightFacts, WeightState
 
-_DROPPED = "a sleep of level 2 has dropped them (POST /wake_up without tags loads those of a folder again)"
+_DROPPED = "a sleep of level 2 has dropped them (POST /wake_up without tags loads them again)"
+_LOST = "a sleep of level 2 has dropped those that a trainer had sent, which are in no folder"
 
 
 class WeightSwitch:
@@ -82,10 +83,13 @@ class WeightSwitch:
         change.finish("")
         return name is not None
 
-    def note_woken(self, is_complete: bool) -> None:
-        """Record whether weights that a sleep dropped are back. is_complete: False if they were not loaded again."""
+    def note_woken(self, is_complete: bool, has_folder: bool) -> None:
+        """Record whether weights that a sleep dropped are back.
+
+        is_complete: False if they were not loaded again; has_folder: True if they can be.
+        """
         self.is_complete = is_complete
-        self.problem = "" if is_complete else _DROPPED
+        self.problem = "" if is_complete else _DROPPED if has_folder else _LOST
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
         """Send an event to a frontend at the end of the tick."""

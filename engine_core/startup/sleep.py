@@ -45,14 +45,17 @@ def build_sleep(
         except SleepError as error:
             raise ConfigError(f"--sleep-reserve: {error}; leave it out") from None
 
+    def has_folder() -> bool:
+        return not has_updated() if files is None else files.folder is not None
+
     def reload() -> bool:
+        if not has_folder():
+            return False
         if files is None:
-            if not has_updated():
-                fill_with_noise(weights.model)
-            return not has_updated()
-        if files.folder is not None:
+            fill_with_noise(weights.model)
+        else:
             files.reload()
-        return files.folder is not None
+        return True
 
     def reload_draft() -> None:
         if draft is None or source.draft is None:
@@ -65,7 +68,7 @@ def build_sleep(
     tables = tables_of(ranges.weights, models)
     device.release_unused()
     logger.info("a sleep releases %d bytes of weights and %d of KV", ranges.weights.num_bytes, ranges.cache.num_bytes)
-    given = backup, tables, device.free_bytes, device.release_unused, reload, reload_draft
+    given = backup, tables, device.free_bytes, device.release_unused, reload, reload_draft, has_folder
     return SleepSwitch(SleepingMemory(ranges.weights, ranges.cache, *given))
 
 

@@ -274,7 +274,15 @@ class TestLevelTwo:
         sleeper.memory.has_folder = False
         sleeper.sleep(2)
         assert sleeper.wake().ok
-        assert sleeper.bench.control.weights.facts.state == "incomplete"
+        facts = sleeper.bench.control.weights.facts
+        assert facts.state == "incomplete" and "/wake_up" not in facts.problem, "it would load nothing"
+
+    def test_weights_of_a_folder_are_loaded_by_a_wake_of_everything(self) -> None:
+        sleeper = Sleeper()
+        sleeper.sleep(2)
+        assert sleeper.wake("weights").ok and sleeper.wake("kv_cache").ok
+        facts = sleeper.bench.control.weights.facts
+        assert facts.state == "incomplete" and "/wake_up" in facts.problem
 
     def test_weights_that_cannot_be_loaded_sleep_on(self) -> None:
         sleeper = Sleeper()
