@@ -43,7 +43,7 @@ class PauseSwitch:
 
     def end(self, client: bytes, call: int) -> None:
         """End the pause, if there is one; the call is answered in any case."""
-        self.mode, self.refuses_new = None, False
+        self.mode, self.refuses_new, self.clear_cache = None, False, True
         self._resumes.append((client, call))
 
     def is_complete(self, in_flight: int, num_begun: int) -> bool:

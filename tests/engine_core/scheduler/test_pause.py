@@ -72,3 +72,10 @@ def test_calls_of_a_frontend_that_is_gone_are_dropped_and_the_pause_stays() -> N
     pause.forget(b"a")
     assert pause.mode == "keep"
     assert pause.take_answers(True) == [(b"b", Answer(2, True)), (b"b", Answer(4, True))]
+
+
+def test_a_pause_leaves_nothing_to_the_time_after_it() -> None:
+    pause = PauseSwitch()
+    pause.begin(b"f", Pause(1, "keep", True, clear_cache=False))
+    pause.end(b"f", 2)
+    assert (pause.mode, pause.refuses_new, pause.clear_cache) == (None, False, True)
