@@ -1,13 +1,14 @@
 """A group over gloo, for engines on a CPU."""
 
 import socket
+import time
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from tandem.engine_core.weight_updates.group import GroupInfo, TransferError
+from tandem.engine_core.weight_updates.group import GroupInfo, TransferError, time_left
 
 PREFIX = "weights"
 """Prefix of the group's keys in the trainer's store."""
@@ -23,19 +24,19 @@ class GlooGroup:
     def join(cls, info: GroupInfo, seconds: float) -> "GlooGroup":
         """Join the group of a trainer, which runs its store.
 
-        seconds: to wait for the trainer. Raises TransferError.
+        seconds: to wait for the trainer, in all stages together. Raises TransferError.
         """
         if not info.address:
             raise TransferError("a group without NCCL, as on a CPU, needs master_address and master_port")
-        timeout = timedelta(seconds=seconds)
+        deadline = time.monotonic() + seconds
         try:
-            store = TCPStore(info.address, info.port, info.world_size, is_master=False, timeout=timeout)
+            store = TCPStore(info.address, info.port, info.world_size, is_master=False, timeout=time_left(deadline))
             options = ProcessGroupGloo._Options()
             options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info))]
-            options._timeout = timeout
+            options._timeout = time_left(deadline)
             joined = ProcessGroupGloo(PrefixStore(PREFIX, store), info.rank, info.world_size, options)
             # As NCCL's groups do, so that a trainer warms up both in the same way.
-            joined.allreduce([torch.zeros(1)]).wait(timeout)
+            joined.allreduce([torch.zeros(1)]).wait(time_left(deadline))
         except (RuntimeError, OSError) as error:
             raise TransferError(f"could not join the trainer's group at {info.address}:{info.port}: {error}") from error
         return cls(joined)

@@ -1,9 +1,16 @@
 """The process group of a trainer and this engine."""
 
+import time
+from datetime import timedelta
 from typing import Protocol
 
 from msgspec import Struct
 from torch import Tensor
+
+
+def time_left(deadline: float) -> timedelta:
+    """Return the time until a deadline, in seconds of `time.monotonic`; at least 1 ms, as torch takes 0 for none."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 class TransferError(Exception):

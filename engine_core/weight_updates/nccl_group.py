@@ -7,7 +7,6 @@ does not block (`ncclConfig_t.blocking = 0`), so that every call can be aborted 
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from tandem.engine_core.weight_updates.group import GroupInfo, TransferError
+from tandem.engine_core.weight_updates.group import GroupInfo, TransferError, time_left
 from tandem.engine_core.weight_updates.hosts import Network, address_of_id, check_address
 from tandem.engine_core.weight_updates.unique_id import UNIQUE_ID_BYTES, UNIQUE_ID_KEY, read_unique_id
 
@@ -82,7 +81,7 @@ class NcclGroup:
         """
         deadline = time.monotonic() + seconds
         group = cls(library or load_library(), device)
-        unique_id = info.unique_id or _stored_id(info, seconds)
+        unique_id = info.unique_id or _stored_id(info, deadline)
         check_address(address_of_id(unique_id), allowed)
         with torch.cuda.device(device):
             group._initialize(info, unique_id, deadline)
@@ -141,11 +140,11 @@ class NcclGroup:
             raise TransferError(f"NCCL failed: {text.decode() if text else result}")
 
 
-def _stored_id(info: GroupInfo, seconds: float) -> bytes:
+def _stored_id(info: GroupInfo, deadline: float) -> bytes:
     """Return the id of a group from the store that the trainer runs."""
     try:
-        timeout = timedelta(seconds=seconds)
-        store = TCPStore(info.address, info.port, info.world_size, is_master=False, timeout=timeout)
+        store = TCPStore(info.address, info.port, info.world_size, is_master=False, timeout=time_left(deadline))
+        store.set_timeout(time_left(deadline))
         data = store.get(UNIQUE_ID_KEY)
     except (RuntimeError, OSError) as error:
         raise TransferError(f"could not reach the trainer's store at {info.address}:{info.port}: {error}") from error

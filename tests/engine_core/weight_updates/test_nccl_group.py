@@ -3,6 +3,7 @@
 import ctypes
 import socket
 import struct
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -145,7 +146,7 @@ def test_the_trainer_of_tests_publishes_the_id_that_it_joins_with(monkeypatch: p
     library, port = FakeNccl(), free_port()
     monkeypatch.setattr(nccl_trainer, "load_library", lambda: library)
     trainer = NcclTrainer(port, torch.device("cpu"))
-    assert nccl_group._stored_id(GroupInfo(1, 2, "127.0.0.1", port), 120.0) == ID
+    assert nccl_group._stored_id(GroupInfo(1, 2, "127.0.0.1", port), time.monotonic() + 120.0) == ID
     trainer.broadcast(torch.zeros(10, dtype=torch.uint8))
     assert library.calls == ["init 2 0", "all_reduce 1 7 0", "broadcast 10 1 0"]
 
