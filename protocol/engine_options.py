@@ -381,10 +381,11 @@ class EngineOptions(Struct, frozen=True):
     weight_update_hosts: Annotated[
         str,
         EngineFlag(
-            "addresses and networks of trainers whose process group the engine may join, separated by commas",
+            "addresses and networks of trainers whose process group the engine may join, separated by commas; own: all "
+            "addresses of this host",
             metavar="LIST",
         ),
-    ] = "127.0.0.0/8,::1"
+    ] = "127.0.0.0/8,::1,own"
     update_timeout: Annotated[
         float,
         EngineFlag(

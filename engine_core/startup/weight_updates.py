@@ -15,7 +15,7 @@ from tandem.engine_core.scheduler.weight_switch import WeightSwitch
 from tandem.engine_core.startup.model_weights import ModelWeights
 from tandem.engine_core.weight_updates.external_updates import ExternalUpdates
 from tandem.engine_core.weight_updates.group import GroupInfo, TransferGroup
-from tandem.engine_core.weight_updates.hosts import Network, allowed_address, parse_hosts
+from tandem.engine_core.weight_updates.hosts import AllowedHosts, allowed_address, parse_hosts
 from tandem.protocol.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def build_updates(
     return ExternalUpdates(switch, weights, rename, join, device, options.update_timeout, wake, on_change)
 
 
-def _join(info: GroupInfo, seconds: float, device: torch.device, allowed: tuple[Network, ...]) -> TransferGroup:
+def _join(info: GroupInfo, seconds: float, device: torch.device, allowed: AllowedHosts) -> TransferGroup:
     """Join the group of a trainer. The libraries are imported here: an engine without updates needs none of them."""
     if info.address:
         info = structs.replace(info, address=allowed_address(info.address, info.port, allowed))

@@ -3,25 +3,59 @@
 import ipaddress
 import socket
 import struct
-from collections.abc import Sequence
+
+from msgspec import Struct
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.weight_updates.group import TransferError
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+OWN = "own"
+"""Admits every address of this host. NCCL's id of a trainer on the same host has the address of a network interface."""
 _FAMILY_AT, _PORT_AT = 8, 10
 """Offsets in NCCL's id of a group: after 8 bytes of a random number, it is the address of rank 0."""
 
 
-def parse_hosts(text: str) -> tuple[Network, ...]:
-    """Return the addresses and networks of a list. Raises ConfigError."""
+class AllowedHosts(Struct, frozen=True):
+    """Addresses of trainers whose groups may be joined."""
+
+    networks: tuple[Network, ...] = ()
+    admits_own: bool = False
+    """True for all addresses of this host."""
+
+    def admits(self, address: str) -> bool:
+        """Return whether an address is one of these."""
+        known = ipaddress.ip_address(address.partition("%")[0])
+        if any(known in network for network in self.networks if network.version == known.version):
+            return True
+        return self.admits_own and is_own(address)
+
+
+def parse_hosts(text: str) -> AllowedHosts:
+    """Return the addresses and networks of a list, in which `own` is this host. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
-        return tuple(ipaddress.ip_network(part.strip(), strict=False) for part in text.split(",") if part.strip())
+        networks = tuple(ipaddress.ip_network(part, strict=False) for part in parts if part != OWN)
     except ValueError as error:
-        raise ConfigError(f"--weight-update-hosts: {error}; give addresses or networks, like 10.0.0.0/8") from None
+        example = f"like 10.0.0.0/8, or {OWN} for this host"
+        raise ConfigError(f"--weight-update-hosts: {error}; give addresses or networks, {example}") from None
+    return AllowedHosts(networks, OWN in parts)
 
 
-def allowed_address(host: str, port: int, allowed: Sequence[Network]) -> str:
+def is_own(address: str) -> bool:
+    """Return whether an address is one of this host: packets to it have it as their source too."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            address, 1, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # Looks up the route, and sends nothing.
+            return bool(probe.getsockname()[0] == target[0])
+    except OSError:
+        return False
+
+
+def allowed_address(host: str, port: int, allowed: AllowedHosts) -> str:
     """Return the address of a host, so that it is not looked up again.
 
     Raises TransferError unless all of its addresses are allowed.
@@ -35,10 +69,9 @@ def allowed_address(host: str, port: int, allowed: Sequence[Network]) -> str:
     return found[0]
 
 
-def check_address(address: str, allowed: Sequence[Network]) -> None:
+def check_address(address: str, allowed: AllowedHosts) -> None:
     """Raise TransferError for an address that is not allowed."""
-    known = ipaddress.ip_address(address.partition("%")[0])
-    if not any(known in network for network in allowed if network.version == known.version):
+    if not allowed.admits(address):
         raise TransferError(f"the trainer's address {address} is not one of --weight-update-hosts; add it there")
 
 

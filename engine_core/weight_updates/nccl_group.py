@@ -6,7 +6,7 @@ does not block (`ncclConfig_t.blocking = 0`), so that every call can be aborted 
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from tandem.engine_core.weight_updates.group import GroupInfo, TransferError, time_left
-from tandem.engine_core.weight_updates.hosts import Network, address_of_id, check_address
+from tandem.engine_core.weight_updates.hosts import AllowedHosts, address_of_id, check_address
 from tandem.engine_core.weight_updates.unique_id import UNIQUE_ID_BYTES, UNIQUE_ID_KEY, read_unique_id
 
 SUCCESS, IN_PROGRESS = 0, 7
@@ -71,7 +71,7 @@ class NcclGroup:
         info: GroupInfo,
         seconds: float,
         device: torch.device,
-        allowed: Sequence[Network],
+        allowed: AllowedHosts,
         library: Any = None,
     ) -> "NcclGroup":
         """Join the group of a trainer.

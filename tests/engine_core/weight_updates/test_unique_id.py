@@ -13,10 +13,12 @@ from unittest.mock import patch
 import pytest
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.weight_updates import hosts as hosts_module
 from tandem.engine_core.weight_updates import unique_id
 from tandem.engine_core.weight_updates.group import TransferError
-from tandem.engine_core.weight_updates.hosts import address_of_id, allowed_address, check_address, parse_hosts
+from tandem.engine_core.weight_updates.hosts import address_of_id, allowed_address, check_address, is_own, parse_hosts
 from tandem.engine_core.weight_updates.unique_id import read_unique_id
+from tandem.protocol.engine_options import EngineOptions
 from tests.support.nccl_trainer import pickled_id
 
 DATA = bytes(range(100, 228))
@@ -153,6 +155,37 @@ def test_only_listed_addresses_are_allowed(hosts: str, address: str, allowed: bo
     else:
         with pytest.raises(TransferError, match="--weight-update-hosts"):
             check_address(address, parse_hosts(hosts))
+
+
+def test_the_default_admits_all_addresses_of_this_host() -> None:
+    hosts = parse_hosts(EngineOptions(model="m").weight_update_hosts)
+    assert hosts.admits_own and hosts.admits("127.9.9.9") and hosts.admits("::1")
+    for address in ("203.0.113.77", "0.0.0.0", "::", "255.255.255.255", "224.0.0.1", "2001:db8::77"):
+        assert not hosts.admits(address), address
+
+
+@pytest.mark.parametrize(
+    ("hosts", "address", "allowed"),
+    [
+        ("own", "127.0.0.1", True),
+        ("own", "203.0.113.77", False),
+        ("10.0.0.0/8, own", "127.0.0.1", True),
+        ("10.0.0.0/8, own", "10.1.1.1", True),
+        ("10.0.0.0/8", "127.0.0.1", False),
+    ],
+)
+def test_own_addresses_are_admitted_by_a_word(hosts: str, address: str, allowed: bool) -> None:
+    assert parse_hosts(hosts).admits(address) is allowed
+
+
+@pytest.mark.parametrize(("source", "expected"), [("192.0.2.2", True), ("192.0.2.3", False)])
+def test_an_address_is_own_if_packets_to_it_come_from_it(source: str, expected: bool) -> None:
+    with patch.object(hosts_module.socket, "socket") as made:
+        probe = made.return_value.__enter__.return_value
+        probe.getsockname.return_value = (source, 40000)
+        assert is_own("192.0.2.2") is expected
+        probe.connect.side_effect = OSError("no route")
+        assert not is_own("192.0.2.2")
 
 
 def test_hosts_that_are_no_addresses_are_refused() -> None:
