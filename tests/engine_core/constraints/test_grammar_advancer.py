@@ -16,6 +16,7 @@ from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
 from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, InternedList, MaskedRows
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.inline_link import InlineLink
+from tests.support.effort import EFFORT
 from tests.support.grammar_walks import WALKED, next_token
 
 # No token of the default model has a "q" before one of "a" to "d", so the tokens of "xyq" are forced.
@@ -74,7 +75,7 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(
     """Among them tokens that the grammar rejects, ends where it may not end yet, ids that do not exist, and none."""
     random, num_rejected, num_advanced = Random(5), 0, 0
     letters = [grammars.prepare().tokenize_str(letter)[0] for letter in "abcdxyqen"]
-    for _ in range(5):
+    for _ in range(2 * EFFORT):
         ahead, alone = constraints(grammars, 40, advancer), constraints(grammars, 40)
         masks = InternedList(numbered(ahead))
         for step in range(12):
