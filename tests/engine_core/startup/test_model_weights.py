@@ -1,5 +1,6 @@
 """Weights that are replaced in place equal those of a model that loads them first."""
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from tandem.engine_core.errors import WeightsError
+from tandem.engine_core.errors import ConfigError, WeightsError
 from tandem.engine_core.kv_cache.groups import partition
 from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.models.registry import open_checkpoint
+from tandem.engine_core.startup.file_stamps import weights_stamp
 from tandem.engine_core.startup.model_weights import ModelWeights
+from tandem.engine_core.startup.weights import ActiveFiles
 from tests.support.model_folder import write_model
 from tests.support.tiny_llama import CONFIG, random_model
 
@@ -52,3 +56,18 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_the_active_one(tmp_path: Path
         assert caught.value.is_intact is is_intact
     weights.load(tmp_path, CONFIG)
     assert all(torch.equal(one, other) for one, other in zip(before, values(weights), strict=True))
+
+
+def test_weights_whose_files_have_changed_are_not_loaded_after_a_failed_swap(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    weights = ModelWeights(random_model(config=CONFIG), layout(torch.float32), torch.float32, 64)
+    weights.load(tmp_path, CONFIG)
+    files = ActiveFiles(weights, CONFIG, tmp_path, weights_stamp(open_checkpoint(tmp_path, CONFIG)))
+    for is_intact in (True, False):
+        with pytest.raises(WeightsError) as caught:
+            weights.swap(tmp_path / "missing", files.reload, CONFIG)
+        assert caught.value.is_intact is is_intact
+        os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    files.folder = None
+    with pytest.raises(ConfigError):
+        files.reload()

@@ -3,7 +3,6 @@
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.memory.sleeping_memory import SleepingMemory
 from tandem.engine_core.startup.engine import resolve_engine
-from tandem.engine_core.startup.model_weights import ModelWeights
 from tandem.protocol.commands import PauseMode, Sleep, StartWeightUpdate, SwapWeights, WakeUp
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Answer
@@ -208,28 +206,6 @@ def test_files_that_changed_during_a_sleep_are_not_loaded_under_the_version_befo
     rewrite(tmp_path, folders[0])
     assert wake(engine).ok, "level 1 has a copy"
     assert generate(engine) == expected(folders[1])
-
-
-def test_weights_whose_files_have_changed_are_not_loaded_after_a_failed_swap(
-    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(folders[0], tmp_path, dirs_exist_ok=True)
-    engine = TrainedEngine(tmp_path)
-    load, weights = ModelWeights.load, engine.driven.engine.control.weights
-
-    def fail(self: ModelWeights, directory: Path, *given: Any) -> None:
-        if directory == folders[1]:
-            raise ConfigError("no")
-        load(self, directory, *given)
-
-    monkeypatch.setattr(ModelWeights, "load", fail)
-    assert not engine.call(lambda call: SwapWeights(call, str(folders[1]))).ok
-    assert weights.is_complete and generate(engine) == expected(folders[0])
-    rewrite(tmp_path, folders[1])
-    assert not engine.call(lambda call: SwapWeights(call, str(folders[1]))).ok
-    assert not weights.is_complete and weights.problem
-    assert engine.call(lambda call: SwapWeights(call, str(folders[0]))).ok
-    assert generate(engine) == expected(folders[0])
 
 
 def test_an_engine_that_keeps_its_weights_allocates_as_usual(
