@@ -129,7 +129,7 @@ def run_arriving(driven: DrivenEngine, prompts: list[list[int]], tokens: int, se
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafts"), [("cpu", 3), ("cpu, two steps in flight", 7), ("graphs", 2), ("graphs", 7)]
+    ("kind", "drafts"), [("cpu", 4), ("cpu, two steps in flight", 7), ("graphs", 6), ("graphs", 7)]
 )
 def test_prompts_and_rows_with_and_without_drafts_take_turns(kind: str, drafts: int, folder: Path) -> None:
     """Prompts of 1 + k tokens, shorter than the convolution and longer than a chunk; rows are used again."""
