@@ -324,8 +324,8 @@ class WeightUpdates(Protocol):
 class CheckpointStager(Protocol):
     """Checks and reads checkpoints outside the loop, one at a time."""
 
-    def start(self, path: str) -> None:
-        """Begin with a checkpoint."""
+    def start(self, path: str, root: str = "") -> None:
+        """Begin with a checkpoint. root: folder below which its files must lie, with all links followed; "": any."""
 
     def cancel(self) -> None:
         """End the work in progress, if there is some."""

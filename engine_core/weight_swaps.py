@@ -114,7 +114,7 @@ class WeightSwaps:
         self._command, self._client, self.problem = command, client, ""
         if not is_staged:
             self._state = "staging"
-            self.stager.start(command.path)
+            self.stager.start(command.path, command.root)
         elif command.activate:
             self._state = "staging"  # It has been: `advance` finds the result.
         else:

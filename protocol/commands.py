@@ -310,6 +310,8 @@ class SwapWeights(Command, frozen=True, array_like=True, tag=12):
     """False to only stage the checkpoint; a later swap of the same path activates it."""
     version: str = ""
     """Version that outputs report; "": the highest number of a version so far plus 1."""
+    root: str = ""
+    """Folder below which its files must lie, with all links followed; "": any."""
 
 
 class CancelSwap(Command, frozen=True, array_like=True, tag=13):

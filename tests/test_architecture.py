@@ -83,6 +83,7 @@ L5_NAMES = (
             "staged_values",
             "file_stamps",
             "served_model",
+            "opened_files",
             "checkpoint_stager",
             "checkpoint_copy",
             "weights",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 
 from msgspec import Struct
@@ -15,6 +16,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.startup.checkpoint_copy import CheckpointCopy
 from tandem.engine_core.startup.file_stamps import Stamp, folder_stamp
+from tandem.engine_core.startup.opened_files import read_files
 from tandem.engine_core.startup.served_model import ServedModel
 
 PROGRAM = "tandem.engine_core.startup.stage_checkpoint"
@@ -24,6 +26,8 @@ class StagerRun(Struct):
     """One run of the program, which a thread follows. A run that was cancelled may end after the next one began."""
 
     process: subprocess.Popen[bytes] | None
+    links: TemporaryDirectory[str] | None = None
+    """Folder for links to the files of the checkpoint, until the end of the process."""
     percent: int = 0
     result: str | None = None
 
@@ -31,7 +35,7 @@ class StagerRun(Struct):
 class ProcessStager:
     """Implement `contracts.CheckpointStager` with a child process for each checkpoint.
 
-    A broken file, or one too large for memory, so cannot harm the engine.
+    The engine cannot be harmed in this way by a broken file, or by one too large for memory.
     """
 
     def __init__(
@@ -49,20 +53,24 @@ class ProcessStager:
         self._copy: CheckpointCopy | None = None
         self._run = StagerRun(None)
         self._stamps: dict[str, Stamp] = {}
+        self._root = ""
 
     @property
     def pid(self) -> int | None:
         """Id of the process that runs, or ran last."""
         return None if self._run.process is None else self._run.process.pid
 
-    def start(self, path: str) -> None:
+    def start(self, path: str, root: str = "") -> None:
         self.cancel()
         self.release()
         self._stamps = {path: folder_stamp(Path(path))}
-        command = [sys.executable, "-m", PROGRAM, path]
+        self._root = root
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        links: TemporaryDirectory[str] | None = None
         try:
             inherited: tuple[int, ...] = ()
+            links = TemporaryDirectory(prefix="staged-", dir=self.parent)
+            command = [sys.executable, "-m", PROGRAM, path, root, links.name]
             if self.keeps_copy:
                 self._copy = CheckpointCopy.create(Path(path), self.parent)
                 command, inherited = [*command, str(self._copy.path)], self._copy.descriptors
@@ -71,9 +79,11 @@ class ProcessStager:
             )
         except OSError as error:
             self.release()
-            self._run = StagerRun(None, 0, f"the process that stages checkpoints could not be started: {error}")
+            if links is not None:
+                links.cleanup()
+            self._run = StagerRun(None, result=f"the process that stages checkpoints could not be started: {error}")
             return
-        self._run = StagerRun(process)
+        self._run = StagerRun(process, links)
         Thread(target=self._follow, args=(self._run, process), name="stager", daemon=True).start()
 
     def cancel(self) -> None:
@@ -94,13 +104,17 @@ class ProcessStager:
     def staged_folder(self, path: str) -> Path:
         """Return the folder to load a staged checkpoint from: its own, or that of the copy.
 
-        Raises ConfigError if its files have changed since it was staged, unless there is a copy.
+        Raises ConfigError if its files have changed since it was staged, or are not below the root by now, unless there
+        is a copy.
         """
         if self._copy is not None:
             return self._copy.path
         stamp = self._stamps.get(path)
         if not stamp or stamp != folder_stamp(Path(path)):
             raise ConfigError(f"the files in {path} have changed since they were staged; stage them again")
+        base = Path(self._root).resolve()
+        if self._root and not all(file.resolve().is_relative_to(base) for file in read_files(Path(path))):
+            raise ConfigError(f"the files in {path} are not all below {base} (--swap-root)")
         return Path(path)
 
     def stamp_of(self, checkpoint: Checkpoint, path: str) -> Stamp:
@@ -121,6 +135,8 @@ class ProcessStager:
                     run.percent = int(rest)
                 else:
                     reason = line
+        if run.links is not None:
+            run.links.cleanup()
         code = process.returncode
         run.result = "" if code == 0 else reason or f"the process that staged it ended with code {code}"
         self.wake()

@@ -1,14 +1,16 @@
 """Program that checks a checkpoint before a swap, and reads it into the page cache.
 
-Usage: `python -m tandem.engine_core.startup.stage_checkpoint FOLDER [COPY]`, with a pickled `ServedModel` of the engine
-on stdin. It writes `percent N` lines to stdout, and exits with 0, or with 1 after a line with the reason why the
-weights of FOLDER cannot take the place of the engine's. COPY: folder of a `CheckpointCopy`, which is filled, and
-checked in place of FOLDER.
+Usage: `python -m tandem.engine_core.startup.stage_checkpoint FOLDER ROOT LINKS [COPY]`, with a pickled `ServedModel` of
+the engine on stdin. It writes `percent N` lines to stdout, and exits with 0, or with 1 after a line with the reason why
+the weights of FOLDER cannot take the place of the engine's. ROOT: folder below which its files must lie, "" for any;
+LINKS: empty folder for links to them (`link_files`); COPY: folder of a `CheckpointCopy`, which is filled, and checked
+in place of FOLDER.
 """
 
 import logging
 import os
 import pickle
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,8 @@ from tandem.engine_core.loader.regular_file import open_regular
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.runtime.device import CpuDevice
-from tandem.engine_core.startup.checkpoint_copy import CHUNK_BYTES, TEMPLATES, fill_copy
+from tandem.engine_core.startup.checkpoint_copy import CHUNK_BYTES, fill_copy
+from tandem.engine_core.startup.opened_files import check_files, link_files
 from tandem.engine_core.startup.served_model import ServedModel
 from tandem.engine_core.startup.staged_values import KV_SCALES, check_values
 
@@ -33,21 +36,6 @@ _FREE = (*IGNORED_SUFFIXES, *KV_SCALES)
 _MAX_NAMED = 3
 _CONTEXT = 60
 """Characters that an error shows before the first difference of two long values."""
-_READ = (".safetensors", ".json", ".jinja")
-"""Suffixes of the files that are read."""
-
-
-def check_files(folder: Path) -> None:
-    """Check that everything in a folder that may be read is a file that can be opened.
-
-    Raises ConfigError that names a pipe, socket, device, folder, or link to nothing: reading a pipe would never end.
-    """
-    for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
-        if path.suffix in _READ:
-            try:
-                os.close(open_regular(str(path)))
-            except OSError as error:
-                raise ConfigError(f"{printable(str(path))} cannot be read: {error.strerror}") from None
 
 
 def check_swap(served: ServedModel, folder: Path) -> None:
@@ -69,6 +57,8 @@ def check_swap(served: ServedModel, folder: Path) -> None:
             raise _difference(name, fields[name], value, base)
     for what, held in served.files.items():
         if found.files[what] != held:
+            if what == "generation_config.json":
+                raise ConfigError(f"{what} has other {_differing(found.files[what], held)} than that of {base}")
             raise _difference(what, found.files[what], held, base)
     ours, theirs = open_checkpoint(base, served.config), open_checkpoint(folder, found.config)
     _check_tensors(ours, theirs)
@@ -121,6 +111,13 @@ def _difference(what: str, found: object, held: object, base: Path) -> ConfigErr
     return ConfigError(f"{what} is {_short(texts[0])}, that of {base} is {_short(texts[1])}")
 
 
+def _differing(found: object, held: object) -> str:
+    """Name the fields in which two JSON objects differ, without values: they may be none of a checkpoint's."""
+    fields = [value if isinstance(value, dict) else {} for value in (found, held)]
+    names = sorted(name for name in fields[0] | fields[1] if fields[0].get(name) != fields[1].get(name))
+    return f"fields ({_short(', '.join(names))})" if names else "contents"
+
+
 def _short(text: str) -> str:
     text = printable(text)
     return text if len(text) <= 300 else f"{text[:300]}..."
@@ -141,10 +138,13 @@ def main() -> int:
     parent = os.getppid()
     os.nice(10)
     logging.disable(logging.WARNING)
-    folder, *copies = map(Path, sys.argv[1:])
+    folder, root, links, *copies = map(Path, sys.argv[1:])
     try:
         served, shown = pickle.load(sys.stdin.buffer), -1
-        for percent in _stage(served, folder, copies[0] if copies else None):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        link_files(folder, root if sys.argv[2] else None, links)
+        for percent in _stage(served, links, copies[0] if copies else None):
             if os.getppid() != parent:
                 return 1  # The engine is gone.
             if percent != shown:
@@ -154,8 +154,8 @@ def main() -> int:
         return _give_up()
     except Exception as error:  # Whatever a file makes a parser raise is a reason.
         text = str(error) if isinstance(error, ConfigError | OSError) else f"{type(error).__name__}: {error}"
-        for copy in copies:
-            text = text.replace(str(copy), str(folder))
+        for made in (links, *copies):
+            text = text.replace(str(made), str(folder))
         try:
             print(" ".join(text.split()), flush=True)
         except BrokenPipeError:
@@ -170,7 +170,6 @@ def _stage(served: ServedModel, folder: Path, copy: Path | None) -> Iterator[int
         check_swap(served, folder)
         yield from read_through(folder)
     else:
-        check_files(folder)
         yield from fill_copy(folder, copy, CpuDevice().free_bytes())
         check_swap(served, copy)
 

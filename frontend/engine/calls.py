@@ -147,9 +147,9 @@ class EngineCalls:
         assert isinstance(reply, Answer), reply
         return "" if reply.ok else reply.message
 
-    async def swap(self, path: str, running: SwapMode, grace: float, activate: bool, version: str) -> Answer:
-        """Swap weights, however long that takes."""
-        return await self._change(lambda call: SwapWeights(call, path, running, grace, activate, version))
+    async def swap(self, path: str, running: SwapMode, grace: float, activate: bool, version: str, root: str) -> Answer:
+        """Swap weights, however long that takes. root: as in `SwapWeights`."""
+        return await self._change(lambda call: SwapWeights(call, path, running, grace, activate, version, root))
 
     async def cancel_swap(self) -> Answer:
         """Cancel the swap in progress, which may be waiting for a load to end."""

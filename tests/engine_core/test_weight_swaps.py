@@ -48,8 +48,9 @@ class SwapBench(Bench):
 
 def test_a_swap_answers_once_its_weights_serve() -> None:
     bench = SwapBench()
-    bench.say(SwapWeights(5, "/new"), InspectSwap(6))
+    bench.say(SwapWeights(5, "/new", root="/"), InspectSwap(6))
     bench.engine.tick()
+    assert bench.stager.root == "/"
     (asked,) = bench.answers
     assert asked == Answer(6, True, swap=SwapFacts("staging", "/new", 40, "/base", "0"))
     bench.stage("")

@@ -8,9 +8,11 @@ class FakeStager:
         self.paths: list[str] = []
         self.num_cancelled = self.num_released = 0
         self.outcome: str | None = None
+        self.root = ""
 
-    def start(self, path: str) -> None:
+    def start(self, path: str, root: str = "") -> None:
         self.paths.append(path)
+        self.root = root
         self.outcome = None
 
     def cancel(self) -> None:

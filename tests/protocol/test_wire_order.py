@@ -34,7 +34,7 @@ Finished: request_id reason stop_token_id
 Heartbeat 3: engine_epoch phase percent detail pending stats adapters weights swap
     pause
 PauseFacts: mode refuses_new is_complete
-SwapWeights 12: call path running grace activate version
+SwapWeights 12: call path running grace activate version root
 CancelSwap 13: call
 InspectSwap 14: call
 SwapFacts: state path percent active_path version problem

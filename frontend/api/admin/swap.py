@@ -72,7 +72,7 @@ def checkpoint_below(root: Path, given: str) -> Path:
         folder, base = (root / given).resolve(), root.resolve()
         inside = folder.is_relative_to(base)
         exists = inside and folder.is_dir()
-        files = list(folder.iterdir()) if exists else []
+        files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if exists else []
         inside = inside and all(file.resolve().is_relative_to(base) for file in files)
     except (OSError, ValueError, RuntimeError):
         inside, exists, files = False, False, []
@@ -129,8 +129,9 @@ def swap_router(service: Service) -> APIRouter:
             request, partial(parse_swap, ignored=service.ignored_fields(request))
         ) as body:
             # Disks may be slow, and folders large; others are served meanwhile.
-            folder = await asyncio.to_thread(checkpoint_below, root, body.path)
-            answer = await calls.swap(str(folder), body.running, body.grace, body.activate, body.version)
+            folder, base = await asyncio.to_thread(lambda: (checkpoint_below(root, body.path), root.resolve()))
+            given = body.running, body.grace, body.activate, body.version
+            answer = await calls.swap(str(folder), *given, root=str(base))
         if not answer.ok:
             raise ApiError(409, answer.message, None, "swap_failed")
         return swap_body(answer)

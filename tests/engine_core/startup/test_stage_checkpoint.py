@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import resource
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from tandem.engine_core.loader.source_file import SourceFile
 from tandem.engine_core.startup import stage_checkpoint
 from tandem.engine_core.startup.checkpoint_stager import PROGRAM, ProcessStager
 from tandem.engine_core.startup.file_stamps import folder_stamp
+from tandem.engine_core.startup.opened_files import link_files
 from tandem.engine_core.startup.served_model import ServedModel
 from tandem.engine_core.startup.stage_checkpoint import check_swap, read_through
 from tests.support.model_folder import write_model
@@ -80,7 +82,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "generation config": (
         lambda new: (new / "generation_config.json").write_text('{"temperature": 0.3}'),
-        ("generation_config.json", "0.3", "None"),
+        ("generation_config.json", "temperature"),
     ),
     "quantization": (
         lambda new: set_field(new, "quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
@@ -185,10 +187,11 @@ def test_a_tensor_in_two_files_is_refused_with_both(pair: tuple[Path, Path]) -> 
     assert all(word in str(caught.value) for word in ("model.norm.weight", "one.safetensors", "two.safetensors"))
 
 
-def test_a_process_whose_engine_is_gone_ends_quietly(pair: tuple[Path, Path]) -> None:
+def test_a_process_whose_engine_is_gone_ends_quietly(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base, new = pair
+    (links := tmp_path / "links").mkdir()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-m", PROGRAM, str(new)], **pipes) as process:
+    with subprocess.Popen([sys.executable, "-m", PROGRAM, str(new), "", str(links)], **pipes) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(pickle.dumps(ServedModel.read(base)))
         process.stdin.close()
@@ -201,7 +204,9 @@ def test_an_error_of_a_parser_is_a_reason(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, new = pair
-    monkeypatch.setattr(sys, "argv", ["", str(new)])
+    monkeypatch.setattr(sys, "argv", ["", str(new), "", str(new)])
+    monkeypatch.setattr(stage_checkpoint, "link_files", lambda *_: None)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pickle.dumps(ServedModel.read(base)))))
     monkeypatch.setattr(os, "nice", lambda _: 0)
     monkeypatch.setattr(stage_checkpoint, "check_swap", Mock(side_effect=RecursionError("too deep")))
@@ -293,3 +298,50 @@ def test_a_process_that_cannot_start_is_a_reason(pair: tuple[Path, Path], monkey
     monkeypatch.setattr(sys, "executable", str(base / "missing"))
     stager.start(str(new))
     assert "missing" in (stager.result() or "")
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "model.safetensors", "additional_chat_templates/x.jinja"])
+def test_files_outside_the_root_are_not_read(pair: tuple[Path, Path], name: str) -> None:
+    base, new = pair
+    (outside := base / "outside").write_text('{"secret": "hunter2"}')
+    (new / name).parent.mkdir(exist_ok=True)
+    (new / name).unlink(missing_ok=True)
+    (new / name).symlink_to(outside)
+    done = Event()
+    stager = ProcessStager(ServedModel.read(base), done.set)
+    stager.start(str(new), str(new))
+    reason = staged(stager, done)
+    assert str(new / name) in reason and "--swap-root" in reason and "hunter2" not in reason
+
+
+def test_links_below_the_root_are_read_until_they_lead_elsewhere(pair: tuple[Path, Path]) -> None:
+    base, new = pair
+    (new / "model.safetensors").rename(new.parent / "blob")
+    (new / "model.safetensors").symlink_to(new.parent / "blob")
+    done = Event()
+    stager = ProcessStager(ServedModel.read(base), done.set)
+    stager.start(str(new), str(new.parent))
+    assert staged(stager, done) == ""
+    assert stager.staged_folder(str(new)) == new
+    stager._root = str(new)
+    with pytest.raises(ConfigError, match="--swap-root"):
+        stager.staged_folder(str(new))
+
+
+def test_what_was_opened_is_read_and_not_what_a_path_leads_to_by_then(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, new = pair
+    (links := tmp_path / "links").mkdir()
+    link_files(new, new, links)
+    for path in new.iterdir():
+        path.unlink()
+        path.symlink_to(base / "config.json")
+    assert list(read_through(links))[-1] == 100
+    check_swap(ServedModel.read(base), links)
+
+
+def test_contents_of_a_generation_config_are_not_told(pair: tuple[Path, Path]) -> None:
+    base, new = pair
+    (new / "generation_config.json").write_text('{"auth": "hunter2"}')
+    with pytest.raises(ConfigError, match="auth") as caught:
+        check_swap(ServedModel.read(base), new)
+    assert "hunter2" not in str(caught.value)

@@ -53,6 +53,9 @@ def test_a_checkpoint_is_below_the_root_with_all_links_followed(tmp_path: Path) 
     (root / "pickles" / "model.bin").touch()
     (root / "link").symlink_to(outside)
     (root / "links" / "model.safetensors").symlink_to(outside / "model.safetensors")
+    (root / "templates" / "additional_chat_templates").mkdir(parents=True)
+    (root / "templates" / "model.safetensors").touch()
+    (root / "templates" / "additional_chat_templates" / "x.jinja").symlink_to(outside / "model.safetensors")
     assert checkpoint_below(root, "a") == checkpoint_below(root, str(root / "a")) == (root / "a").resolve()
     for path, status in (
         ("..", 400),
@@ -60,6 +63,7 @@ def test_a_checkpoint_is_below_the_root_with_all_links_followed(tmp_path: Path) 
         (str(outside), 400),
         ("link", 400),
         ("links", 400),
+        ("templates", 400),
         ("pickles", 400),
         ("nothing", 404),
     ):
