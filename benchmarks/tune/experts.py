@@ -58,7 +58,7 @@ def candidates(key: ExpertKey, pairs: bool) -> Iterator[ExpertPlan]:
         found += [GemvPlan(rows, block, 1, warps) for rows in (1, 2, 4, 8) for block in blocks for warps in (4, 8)]
     else:
         expected = key.tokens * key.top_k // key.experts
-        sizes = [size for size in (16, 32, 64, 128) if size <= max(16, 4 * expected)][-3:]
+        sizes = [size for size in (8, 16, 32, 64, 128) if size <= max(16, 4 * expected)][-3:]
         tiles = ((64, 128, 3, 4), (64, 64, 6, 4), (128, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 4), (128, 128, 3, 8))
         tiles += ((64, 128, 2, 4), (64, 64, 4, 4), (128, 128, 2, 4), (128, 128, 4, 8), (256, 64, 3, 8))
         found += [GroupedPlan(size, *tile) for size in sizes for tile in tiles]

@@ -10,11 +10,12 @@ from tandem.engine_core.kernels.linear.int4_layout import to_kernel_layout
 from tandem.engine_core.kernels.moe.grouped_gemm import combine
 from tandem.engine_core.kernels.moe.int4_gemv import int4_pair_gemv
 from tandem.engine_core.kernels.moe.int4_grouped_gemm import int4_grouped_gemm
+from tandem.engine_core.kernels.moe.int4_narrow_gemm import int4_narrow_gemm
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.plans import choose_expert_plan, multiplies_pairs
 from tandem.engine_core.kernels.moe.routing import Routed, SharedOutput
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
-from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE, GemvPlan, GroupedPlan
+from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE, NARROW_BLOCK, GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
 from tandem.engine_core.layers.int4_experts import Int4Experts
 from tandem.engine_core.quantization.fields import unsupported
@@ -64,8 +65,8 @@ class TritonInt4Experts(Int4Experts):
             hidden = int4_pair_gemv(x, self.gate_up, routed, self.activation, first, pdl)
             return combine(int4_pair_gemv(hidden, self.down, routed, None, last, pdl), routed, pdl, shared)
         assert isinstance(first, GroupedPlan) and isinstance(last, GroupedPlan)
-        hidden = int4_grouped_gemm(x, self.gate_up, routed, self.activation, first, pdl)
-        return combine(int4_grouped_gemm(hidden, self.down, routed, None, last, pdl), routed, pdl, shared)
+        hidden = _multiply(x, self.gate_up, routed, self.activation, first, pdl)
+        return combine(_multiply(hidden, self.down, routed, None, last, pdl), routed, pdl, shared)
 
     def finish(self) -> None:
         """Implement `Int4Experts.finish`: convert the words to the kernels' layout."""
@@ -80,3 +81,11 @@ class TritonInt4Experts(Int4Experts):
         (hidden, width), (tokens, top_k) = self.down.part_shape, routed.ids.shape
         sizes = hidden, width, len(self.down.words), top_k, tokens
         return _choose(ExpertKey(part, 4, 8 * x.itemsize, *sizes), self.gpu)
+
+
+def _multiply(
+    x: Tensor, weight: Int4Weights, routed: Routed, activation: Activation | None, plan: GroupedPlan, pdl: bool
+) -> Tensor:
+    """Call the GEMM of a plan; see `int4_grouped_gemm`."""
+    gemm = int4_narrow_gemm if plan.block_m == NARROW_BLOCK else int4_grouped_gemm
+    return gemm(x, weight, routed, activation, plan, pdl)

@@ -68,7 +68,7 @@ from tests.support.compiled_matmuls import (
     w8_matmuls,
     w8a8_matmuls,
 )
-from tests.support.compiled_moe import mixtures
+from tests.support.compiled_moe import int4_experts, mixtures
 from tests.support.length_tables import tables_of
 from tests.support.sampling_case import make_case
 
@@ -340,6 +340,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from islice(rounding_decodes(gpu), 3, None)
     yield from islice(gated_w8a8_matmuls(gpu, 64), 0, None, 2)
     yield from mixtures(gpu, (4, 64), (16,))
+    yield from islice(int4_experts(gpu, 8), 2)
     yield from updates(gpu)
     yield from matmuls_with_updates(gpu, 1)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)

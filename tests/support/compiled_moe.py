@@ -10,12 +10,13 @@ from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
 from tandem.engine_core.kernels.moe.int4_gemv import int4_pair_gemv
 from tandem.engine_core.kernels.moe.int4_grouped_gemm import int4_grouped_gemm
+from tandem.engine_core.kernels.moe.int4_narrow_gemm import int4_narrow_gemm
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan, choose_router
 from tandem.engine_core.kernels.moe.route import normed_router, route, router_partials
 from tandem.engine_core.kernels.moe.routing import Routed, Routing, SharedOutput
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, empty_quantized_activation
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, GroupedPlan
+from tandem.engine_core.kernels.tiles.plan_types import NARROW_BLOCK, GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
 from tests.support.compiled_matmuls import BOTH, FP8, Launch, half
 
@@ -112,6 +113,8 @@ def int4_experts(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
             call = (given, weight, routed, activation, plan, gpu.pdl)
             if isinstance(plan, GemvPlan):
                 yield lambda call=call: int4_pair_gemv(*call)
+            elif plan.block_m == NARROW_BLOCK:
+                yield lambda call=call: int4_narrow_gemm(*call)
             else:
                 yield lambda call=call: int4_grouped_gemm(*call)
 

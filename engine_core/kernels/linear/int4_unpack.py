@@ -26,8 +26,21 @@ SUBTRACT = """{{
     fma.rn.{dtype} $2, c, one, $6;
     fma.rn.{dtype} $3, d, one, $6;
 }}"""
+RAISE = """{{
+    .reg .b32 s;
+    lop3.b32 $0, $4, 0x000F000F, {base}, 0xEA;
+    shr.u32 s, $4, 4;
+    lop3.b32 $1, s, 0x000F000F, {base}, 0xEA;
+    shr.u32 s, $4, 8;
+    lop3.b32 $2, s, 0x000F000F, {base}, 0xEA;
+    shr.u32 s, $4, 12;
+    lop3.b32 $3, s, 0x000F000F, {base}, 0xEA;
+}}"""
 SUBTRACT_BFLOAT16 = tl.constexpr(SUBTRACT.format(base="0x43004300", one="0x3F803F80", dtype="bf16x2"))
 SUBTRACT_FLOAT16 = tl.constexpr(SUBTRACT.format(base="0x64006400", one="0x3C003C00", dtype="f16x2"))
+
+RAISE_BFLOAT16 = tl.constexpr(RAISE.format(base="0x43004300"))
+RAISE_FLOAT16 = tl.constexpr(RAISE.format(base="0x64006400"))
 
 
 @triton.jit
@@ -65,3 +78,32 @@ def unpack_int4(words, zeros, dtype: tl.constexpr):
         p0, p1 = p0.to(dtype, bitcast=True), p1.to(dtype, bitcast=True)
         p2, p3 = p2.to(dtype, bitcast=True), p3.to(dtype, bitcast=True)
     return tl.join(tl.join(p0, p1), tl.join(p2, p3))
+
+
+@triton.jit
+def raised_zero(zeros, dtype: tl.constexpr):
+    """Return the values that `unpack_raised_int4` returns for zero points, in float32."""
+    BASE: tl.constexpr = 0 if INTERPRETED or dtype == tl.float32 else 128 if dtype == tl.bfloat16 else 1024
+    return (zeros + BASE).to(tl.float32)
+
+
+@triton.jit
+def unpack_raised_int4(words, dtype: tl.constexpr):
+    """Return all values of words plus 128 (1024 in float16, 0 in float32): `unpack_int4` without the subtraction.
+
+    Returns [..., 2, 2, 2], as `unpack_int4`.
+    """
+    if INTERPRETED or dtype == tl.float32:
+        return unpack_int4(words, tl.zeros_like(words), dtype)
+    else:
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            RAISE_BFLOAT16 if dtype == tl.bfloat16 else RAISE_FLOAT16,
+            "=r,=r,=r,=r,r,r",
+            [tl.join(words, words)],
+            (tl.int16, tl.int16, tl.int16, tl.int16),
+            True,
+            2,
+        )
+        p0, p1 = p0.to(dtype, bitcast=True), p1.to(dtype, bitcast=True)
+        p2, p3 = p2.to(dtype, bitcast=True), p3.to(dtype, bitcast=True)
+        return tl.join(tl.join(p0, p1), tl.join(p2, p3))

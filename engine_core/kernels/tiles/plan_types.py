@@ -11,6 +11,9 @@ INT4_STRIDE = 32
 INT4_BLOCK = 128
 """Inputs of the largest block of the layout of int4 weights."""
 
+NARROW_BLOCK = 8
+"""Pairs of a block of `moe.int4_narrow_gemm`; blocks of other matmuls have at least 16 rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 from tandem.engine_core.kernels.tiles.plan_types import (
     INT4_BLOCK,
     INT4_STRIDE,
+    NARROW_BLOCK,
     DecodePlan,
     ExpertPlan,
     GemvPlan,
@@ -399,9 +400,12 @@ def expert_problem(key: ExpertKey, plan: ExpertPlan) -> str:
         if key.weight_bits == 4 and plan.block_k < INT4_BLOCK:
             return f"block_k {plan.block_k} must hold a block of {INT4_BLOCK} inputs of int4 weights"
         return ""
-    if not _powers_of_two(plan.block_m, plan.block_n, plan.block_k, plan.warps) or min(plan.block_m, plan.block_n) < 16:
+    least = NARROW_BLOCK if key.weight_bits == 4 else 16
+    powers = _powers_of_two(plan.block_m, plan.block_n, plan.block_k, plan.warps)
+    if not powers or plan.block_m < least or plan.block_n < 16:
         return (
-            f"block_m {plan.block_m}, block_n {plan.block_n}, block_k {plan.block_k} must be powers of two from 16 on"
+            f"block_m {plan.block_m}, block_n {plan.block_n}, block_k {plan.block_k} must be powers of two, "
+            f"block_m from {least} on, block_n from 16 on"
         )
     if key.weight_bits == 4 and not INT4_STRIDE <= plan.block_k <= INT4_BLOCK:
         return f"block_k {plan.block_k} of int4 weights must be from {INT4_STRIDE} to {INT4_BLOCK}"

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.tune.experts import Plans, candidates, improve, tune
 from benchmarks.tune.shapes import model_folder
 from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan, multiplies_pairs
-from tandem.engine_core.kernels.tiles.plan_types import ExpertPlan, GemvPlan, GroupedPlan
+from tandem.engine_core.kernels.tiles.plan_types import NARROW_BLOCK, ExpertPlan, GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey, ExpertPart, TileTable
 from tandem.engine_core.kernels.tiles.table_file import expert_problem, read_table, write_table
 from tandem.engine_core.models.registry import read_config
@@ -31,6 +31,14 @@ def test_rules_and_candidates_are_plans_that_the_kernels_accept(tokens: int, bit
             rule = choose_expert_plan(key, replace(gpu, tiles=TileTable()))
             assert expert_problem(key, rule) == ""
             assert isinstance(rule, GemvPlan if tokens <= 4 else GroupedPlan)
+
+
+def test_only_int4_experts_have_narrow_blocks() -> None:
+    plan = GroupedPlan(NARROW_BLOCK, 64, 128, 3, 4)
+    assert expert_problem(key_of("gate_up", 8, 4), plan) == ""
+    assert plan in list(candidates(key_of("gate_up", 8, 4), False))
+    assert "from 16 on" in expert_problem(key_of("gate_up", 8, 8), plan)
+    assert "from 8 on" in expert_problem(key_of("gate_up", 8, 4), replace(plan, block_m=4))
 
 
 def test_a_measured_plan_serves_all_token_counts_up_to_its_bucket() -> None:

@@ -9,11 +9,12 @@ from tandem.engine_core.kernels.linear.int4_layout import to_kernel_layout
 from tandem.engine_core.kernels.moe.grouped_gemm import combine
 from tandem.engine_core.kernels.moe.int4_gemv import int4_pair_gemv
 from tandem.engine_core.kernels.moe.int4_grouped_gemm import int4_grouped_gemm
+from tandem.engine_core.kernels.moe.int4_narrow_gemm import int4_narrow_gemm
 from tandem.engine_core.kernels.moe.int4_weights import Int4Weights
 from tandem.engine_core.kernels.moe.plans import choose_expert_plan
 from tandem.engine_core.kernels.moe.routing import Routed
 from tandem.engine_core.kernels.reference import moe
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, GroupedPlan
+from tandem.engine_core.kernels.tiles.plan_types import NARROW_BLOCK, GemvPlan, GroupedPlan
 from tandem.engine_core.kernels.tiles.table import ExpertKey
 from tandem.engine_core.layers.int4_experts import dequantized
 from tandem.engine_core.quantization.int4 import pack, unpack
@@ -60,6 +61,12 @@ def grouped(x: Tensor, experts: Experts, routed: Routed, plan: GroupedPlan) -> T
     return combine(int4_grouped_gemm(hidden, experts.down, routed, None, plan), routed)
 
 
+def narrow(x: Tensor, experts: Experts, routed: Routed, plan: GroupedPlan) -> Tensor:
+    hidden = int4_narrow_gemm(x, experts.gate_up, routed, SILU, plan)
+    hidden[(routed.ids < 0).flatten()] = torch.nan
+    return combine(int4_narrow_gemm(hidden, experts.down, routed, None, plan), routed)
+
+
 def close(found: Tensor, expected: Tensor, error: float = 1e-5) -> None:
     """Assert that each element is within a share of the largest one."""
     torch.testing.assert_close(found, expected, atol=error * float(expected.abs().max()), rtol=0)
@@ -83,7 +90,7 @@ def test_gemv_equals_the_dequantized_weights(
     close(gemv(x, experts, routed, plans), expected, 2.0**-9)
 
 
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("block", [8, 16, 32])
 @pytest.mark.parametrize("step", [32, 128])
 @pytest.mark.parametrize(("hidden", "width", "groups"), SIZES)
 def test_grouped_gemm_equals_the_dequantized_weights(
@@ -92,7 +99,16 @@ def test_grouped_gemm_equals_the_dequantized_weights(
     experts, routed = Experts(5, hidden, width, groups, device), route(20, 5, 3, device, padding=True)
     x = spoil_padding(torch.randn(20, hidden, device=device), routed)
     expected = experts.expected(torch.nan_to_num(x), routed)
-    close(grouped(x, experts, routed, GroupedPlan(block, 64, step, 2, 4)), expected)
+    multiply = narrow if block == NARROW_BLOCK else grouped
+    close(multiply(x, experts, routed, GroupedPlan(block, 64, step, 2, 4)), expected)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(8, 5), (5, 64), (1, 3)])
+def test_narrow_blocks_of_few_tokens(tokens: int, experts: int, device: str) -> None:
+    """A block for each expert if most have pairs, found ones otherwise."""
+    own, routed = Experts(experts, 128, 96, (128, 32), device), route(tokens, experts, 2, device)
+    x, plan = torch.randn(tokens, 128, device=device), GroupedPlan(NARROW_BLOCK, 32, 128, 2, 1)
+    close(narrow(x, own, routed, plan), own.expected(x, routed))
 
 
 @pytest.mark.parametrize("case", ["one expert", "few pairs", "ties"])
@@ -107,15 +123,17 @@ def test_uneven_routings(case: str, device: str) -> None:
     close(grouped(x, experts, routed, GroupedPlan(16, 64, 32, 2, 4)), experts.expected(x, routed))
 
 
-def test_a_row_is_bit_equal_whatever_the_others_are(device: str) -> None:
-    experts, plan = Experts(5, 64, 32, (32, 32), device), GroupedPlan(16, 64, 32, 2, 4)
+@pytest.mark.parametrize("block", [NARROW_BLOCK, 16])
+def test_a_row_is_bit_equal_whatever_the_others_are(block: int, device: str) -> None:
+    experts, plan = Experts(5, 64, 32, (32, 32), device), GroupedPlan(block, 64, 32, 2, 4)
+    multiply = narrow if block == NARROW_BLOCK else grouped
     routed = route(20, 5, 3, device)
     x = torch.randn(20, 64, device=device)
     order = torch.randperm(20).to(device)
     moved = moe.sort_pairs(Routed(routed.ids[order], routed.weights[order]), 5)
-    assert torch.equal(grouped(x, experts, routed, plan)[order], grouped(x[order], experts, moved, plan))
+    assert torch.equal(multiply(x, experts, routed, plan)[order], multiply(x[order], experts, moved, plan))
     x[1:] = torch.randn(19, 64, device=device)
-    assert torch.equal(grouped(x, experts, routed, plan)[0], grouped(x, experts, routed, plan)[0])
+    assert torch.equal(multiply(x, experts, routed, plan)[0], multiply(x, experts, routed, plan)[0])
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8, 64, 256, 8192])
@@ -125,3 +143,4 @@ def test_the_rule_has_a_plan_for_each_size(tokens: int, sizes: tuple[int, int, i
         plan = choose_expert_plan(ExpertKey(part, 4, 16, *sizes, tokens), H200)  # type: ignore[arg-type]
         assert isinstance(plan, GemvPlan if tokens <= 4 else GroupedPlan)
         assert plan.block_k % 128 == 0
+        assert isinstance(plan, GemvPlan) or (plan.block_m == NARROW_BLOCK) == (tokens <= 8)
