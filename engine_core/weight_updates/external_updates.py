@@ -161,8 +161,7 @@ class ExternalUpdates:
         if not 0 < command.rank < command.world_size:
             reply(f"rank {command.rank} is not between 1 and world_size - 1 ({command.world_size - 1})")
             return
-        self.close()
-        self._announced = self.slots = None
+        self.leave()
         self._buffer_bytes = command.buffer_bytes
         info = GroupInfo(command.rank, command.world_size, command.address, command.port, command.unique_id)
         self._pending = PendingGroup(Future(), reply)
@@ -223,14 +222,14 @@ class ExternalUpdates:
         if version and version == self.switch.version.name:
             reply(f"version {printable(version)} is that of the weights before; finish with another")
             return
-        self._announced = self.slots = None
+        self.abandon()
         self.switch.begin(Finish(self.model, slots, version or self.switch.next_name, running, reply))
 
     def abandon(self) -> None:
         """Abandon the update in progress, and keep the group."""
         self._announced = self.slots = None
 
-    def fail(self) -> None:
+    def leave(self) -> None:
         """Abandon the update in progress, and leave its group."""
         self.abandon()
         self.close()
@@ -277,11 +276,13 @@ class Receive:
         except Exception as error:  # After any error the weights are incomplete, and the engine continues.
             if not isinstance(error, TransferError | ConfigError):
                 logger.exception("an update failed")
-            updates.fail()
+            updates.leave()
             raise WeightsError(f"an update failed: {_text(error)}", is_intact=False) from error
         return None
 
     def finish(self, problem: str) -> None:
+        if problem:  # Perhaps it was cancelled, and the trainer sends nevertheless.
+            self.updates.close()
         self._reply(problem)
 
 

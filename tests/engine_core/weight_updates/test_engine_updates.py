@@ -304,6 +304,19 @@ def test_a_refused_call_for_tensors_closes_the_group(folders: list[Path], reason
     assert generate(trained) == expected(folders[1])
 
 
+def test_tensors_that_were_not_received_in_time_close_the_group(folders: list[Path]) -> None:
+    trained = TrainedEngine(folders[0])
+    control = trained.driven.engine.control
+    trained.pause()
+    trained.init()
+    trained.start()
+    control.apply(CLIENT, UpdateWeights(900, *described(weights_of(folders[1]))))
+    assert control.weights.cancel("steps in flight did not end")
+    assert not trained.call(StartWeightUpdate).ok
+    trained.init()
+    trained.update(weights_of(folders[1]))
+
+
 def test_a_second_trainer_does_not_end_the_update_that_is_due(folders: list[Path]) -> None:
     trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
     trained.pause()
