@@ -51,8 +51,8 @@ class WeightSwaps:
     ) -> None:
         """Start without a swap.
 
-        load: replaces the weights by those of a staged checkpoint, and calls with the bytes that are loaded and of all;
-        raises WeightsError; active_path: folder of the
+        load: replaces the weights by those of a staged checkpoint, given its path and a callback for progress, which
+        gets the bytes loaded so far and those of the checkpoint; raises WeightsError. active_path: folder of the
         weights so far; save: stores the path and the version of the weights after a swap.
         """
         self.switch = switch

@@ -218,26 +218,46 @@ def build_engine(
     facts = _facts(config, source, weight_version)
     adapters = None
     if runtime.adapters is not None:
-        place = parts.device.torch_device
-        copies = SideCopies(place, runtime.adapters.lora) if place.type == "cuda" else None
-        given = options, runtime.adapters, copies, adapters_file, status, mailbox.wake, mailbox.announce
-        adapters = build_adapters(*given, weight_version)
+        device = parts.device.torch_device
+        adapters = build_adapters(
+            options,
+            runtime.adapters,
+            copies=SideCopies(device, runtime.adapters.lora) if device.type == "cuda" else None,
+            file=adapters_file,
+            status=status,
+            wake=mailbox.wake,
+            announce=mailbox.announce,
+            weight_version=weight_version,
+        )
         log.mark("adapters")
     swaps, files, mark = None, None, UpdatedMark(updated_file)
     weights = ModelWeights(runtime.model, source.layout, source.dtype, config.max_len)
     if switch is not None and active is not None:
         files = ActiveFiles(weights, source.model, active.checkpoint.directory, active.stamp)
-        given_swaps = switch, source, weights, files, weights_file, mailbox.wake, mark.clear
-        swaps = build_swaps(*given_swaps, keeps_copy=options.swap_copy)
+        swaps = build_swaps(
+            switch,
+            source,
+            weights,
+            files,
+            file=weights_file,
+            wake=mailbox.wake,
+            on_swap=mark.clear,
+            keeps_copy=options.swap_copy,
+        )
     sleep, is_updated = None, False
     if ranges is not None:
-        draft = (
-            None if runtime.speculator is None or runtime.speculator.model is None else runtime.speculator.model.model
+        drafting = None if runtime.speculator is None else runtime.speculator.model
+        sleep = build_sleep(
+            options,
+            ranges,
+            parts.device,
+            source,
+            weights,
+            draft=None if drafting is None else drafting.model,
+            files=files,
+            has_updated=lambda: is_updated,
         )
-        given_sleep = options, ranges, parts.device, source, weights, draft, files
-        sleep = build_sleep(*given_sleep, lambda: is_updated)
         log.mark("memory for sleep")
-    given_weights = switch, swaps, sleep
     engine = _build_loop(
         config,
         resolved.groups,
@@ -249,12 +269,13 @@ def build_engine(
         status,
         facts,
         adapters,
-        given_weights,
+        switch=switch,
+        swaps=swaps,
+        sleep=sleep,
     )
     control = engine.control
     status.pause = lambda: PauseFacts(control.pause.mode, control.pause.refuses_new, bool(status.stats.paused))
     if switch is not None:
-        place = parts.device.torch_device
 
         def note_update() -> None:
             nonlocal is_updated
@@ -263,7 +284,15 @@ def build_engine(
             if swaps is not None and files is not None:
                 swaps.active_path, files.folder = "", None  # They are in memory only.
 
-        updates = build_updates(options, switch, weights, source.model, place, mailbox.wake, note_update)
+        updates = build_updates(
+            options,
+            switch,
+            weights,
+            source.model,
+            parts.device.torch_device,
+            wake=mailbox.wake,
+            on_change=note_update,
+        )
         control.updates = updates
         if swaps is not None:
             swaps.on_load = updates.abandon
@@ -406,7 +435,10 @@ def _build_loop(
     status: Status,
     facts: ModelFacts,
     adapters: Adapters | None,
-    changes: tuple[WeightSwitch | None, WeightSwaps | None, SleepSwitch | None],
+    *,
+    switch: WeightSwitch | None,
+    swaps: WeightSwaps | None,
+    sleep: SleepSwitch | None,
 ) -> Engine:
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
@@ -439,10 +471,10 @@ def _build_loop(
         clock=time.monotonic,
         stage_clock=time.monotonic,
         advancer=constraints.advancer,
-        weights=changes[0],
-        swaps=changes[1],
-        sleep=changes[2],
-        publish_weights=partial(setattr, status, "weights") if changes[0] is not None else lambda _: None,
+        weights=switch,
+        swaps=swaps,
+        sleep=sleep,
+        publish_weights=partial(setattr, status, "weights") if switch is not None else lambda _: None,
     )
 
 
