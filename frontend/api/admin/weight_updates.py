@@ -6,6 +6,7 @@ The trainer broadcasts in a process group of its own; these calls only say what 
 import base64
 import binascii
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -163,10 +164,18 @@ def weight_updates_router(service: Service) -> APIRouter:
         Names, dtypes and shapes are checked before. Empty lists mean those of the previous call.
         """
         check_allowed(service, request)
-        async with service.pending.receive(request, parse_update) as info:
-            size = None if info.packed is None else info.packed_buffer_size_bytes * info.packed
-            given = (info.names, info.dtype_names, info.shapes, size)
-        await carry_out(request, lambda call: UpdateWeights(call, *given))
+        try:
+            async with service.pending.receive(request, parse_update) as info:
+                size = None if info.packed is None else info.packed_buffer_size_bytes * info.packed
+                given = (info.names, info.dtype_names, info.shapes, size)
+            problem = await calls.update_weights(lambda call: UpdateWeights(call, *given))
+        except ApiError:
+            # The trainer may be sending already: the engine refuses lists of unequal length, and closes the group.
+            with suppress(ApiError):
+                await calls.update_weights(lambda call: UpdateWeights(call, [""], [], []))
+            raise
+        if problem:
+            raise ApiError(409, problem, None, "weight_update_failed")
         return {"message": "Weights updated"}
 
     @router.post("/finish_weight_update", openapi_extra=_described(None))
