@@ -111,15 +111,15 @@ def test_rows_that_fill_a_block_badly_are_chunked_after_two_norms(inputs: int, b
 )
 def test_rows_of_5120_inputs_are_chunked_after_one_norm(norms: int, gated: bool, chunked: GemvPlan | None) -> None:
     for inputs in (4104, 5120):
-        plan = choose_normed(17408, inputs, gated, H200, norms=norms)
+        plan = choose_normed(25600, inputs, gated, H200, norms=norms)
         assert plan == chunked if chunked else plan is not None and plan.block_k == 8192
     for inputs in (4096, 5128):
-        plan = choose_normed(17408, inputs, gated, H200, norms=norms)
+        plan = choose_normed(25600, inputs, gated, H200, norms=norms)
         assert plan is not None and plan.block_k >= inputs
 
 
-@pytest.mark.parametrize("width", [16904, 17408, 18944, 25344])
-@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("width", [16904, 17920, 18944, 25344])
+@pytest.mark.parametrize("rows", [16, 32, 64])
 def test_gated_programs_run_at_once_if_three_fit_on_a_multiprocessor(rows: int, width: int) -> None:
     plan = choose_gated(rows, width, 5120, 2, H200)
     assert isinstance(plan, SplitKPlan)
