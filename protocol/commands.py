@@ -273,6 +273,8 @@ class UpdateWeights(Command, frozen=True, array_like=True, tag=23):
     shapes: list[list[int]]
     buffer_bytes: int | None = None
     """As in `InitWeightTransfer`, for this call; None: that of the group."""
+    is_refused: bool = False
+    """True for a call whose body was not valid. Its trainer may be sending nevertheless."""
 
 
 class FinishWeightUpdate(Command, frozen=True, array_like=True, tag=24):

@@ -188,6 +188,9 @@ class ExternalUpdates:
         return ""
 
     def _update(self, command: UpdateWeights, running: RunningMode, reply: Reply) -> None:
+        if command.is_refused:
+            reply(self.refuse(command, "the call was not valid"))
+            return
         if self._announced is None or self._group is None:
             reply(self.refuse(command, "no update was started; call /start_weight_update first"))
             return

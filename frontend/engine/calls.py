@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.protocol.commands import (
@@ -130,6 +131,14 @@ class EngineCalls:
         reply = await self._ask(make, None)
         assert isinstance(reply, Answer), reply
         return "" if reply.ok else reply.message
+
+    def refuse_update(self) -> None:
+        """Tell the engine of a trainer's call for tensors that was refused. Its reply is ignored.
+
+        The engine may be receiving weights now, so it is not awaited.
+        """
+        with suppress(ApiError):  # An engine that cannot be reached receives nothing either.
+            self._send(UpdateWeights(next(self._numbers), [], [], [], is_refused=True))
 
     async def load_adapter(self, name: str, path: str, replaces: bool, root: str) -> str:
         """Load an adapter; return "" once requests of all frontends may use it, or the reason why not."""

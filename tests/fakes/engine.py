@@ -130,6 +130,8 @@ class FakeEngine:
         self.updates: list[Update] = []
         """Calls of a trainer, which succeed unless there is an `update_problem`."""
         self.update_problem = ""
+        self.is_receiving = False
+        """True to answer no call of a trainer, as an engine that waits for tensors."""
         self.weights: WeightFacts | None = None
         self.swap: SwapFacts | None = None
         """State that heartbeats report; commands of swaps stay without an answer then."""
@@ -234,7 +236,8 @@ class FakeEngine:
                 case InitWeightTransfer() | StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
                     self.updates.append(command)
                     answer = Answer(command.call, not self.update_problem, self.update_problem)
-                    self._send(router, identity, answer)
+                    if not self.is_receiving:
+                        self._send(router, identity, answer)
                 case Sleep() | WakeUp():
                     self._send(router, identity, self._sleep_or_wake(command))
                 case SwapWeights(call) | CancelSwap(call) | InspectSwap(call) if self.swap is None:

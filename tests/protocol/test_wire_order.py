@@ -22,7 +22,7 @@ Resume 9: call
 ResetPrefixCache 20: call
 InitWeightTransfer 21: call rank world_size address port unique_id buffer_bytes
 StartWeightUpdate 22: call
-UpdateWeights 23: call names dtypes shapes buffer_bytes
+UpdateWeights 23: call names dtypes shapes buffer_bytes is_refused
 FinishWeightUpdate 24: call version
 SetPolicy 5: call policy
 Submit 1: request_id prompt_ids sampling constraint logprobs prompt_logprobs priority session cache_salt

@@ -107,6 +107,7 @@ COMMANDS = (
         names=st.lists(TEXT, max_size=3),
         dtypes=st.lists(TEXT, max_size=3),
         shapes=st.lists(st.lists(ANY_INT, max_size=3), max_size=3),
+        is_refused=st.booleans(),
     )
     | st.builds(FinishWeightUpdate, call=ANY_INT, version=TEXT)
 )

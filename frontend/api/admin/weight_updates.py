@@ -6,7 +6,6 @@ The trainer broadcasts in a process group of its own; these calls only say what 
 import base64
 import binascii
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -168,14 +167,10 @@ def weight_updates_router(service: Service) -> APIRouter:
             async with service.pending.receive(request, parse_update) as info:
                 size = None if info.packed is None else info.packed_buffer_size_bytes * info.packed
                 given = (info.names, info.dtype_names, info.shapes, size)
-            problem = await calls.update_weights(lambda call: UpdateWeights(call, *given))
         except ApiError:
-            # The trainer may be sending already: the engine refuses lists of unequal length, and closes the group.
-            with suppress(ApiError):
-                await calls.update_weights(lambda call: UpdateWeights(call, [""], [], []))
+            calls.refuse_update()  # The trainer may be sending already.
             raise
-        if problem:
-            raise ApiError(409, problem, None, "weight_update_failed")
+        await carry_out(request, lambda call: UpdateWeights(call, *given))
         return {"message": "Weights updated"}
 
     @router.post("/finish_weight_update", openapi_extra=_described(None))

@@ -274,7 +274,7 @@ def test_calls_out_of_order_are_refused(folders: list[Path]) -> None:
     assert generate(trained) == expected(folders[0])
 
 
-@pytest.mark.parametrize("reason", ["runs", "sleeps", "not started", "unknown tensor", "other change"])
+@pytest.mark.parametrize("reason", ["runs", "sleeps", "not started", "unknown tensor", "not valid", "other change"])
 def test_a_refused_call_for_tensors_closes_the_group(folders: list[Path], reason: str) -> None:
     """What the trainer is sending already must not be received by the next call."""
     trained, (names, dtypes, shapes) = TrainedEngine(folders[0]), described(weights_of(folders[1]))
@@ -291,7 +291,7 @@ def test_a_refused_call_for_tensors_closes_the_group(folders: list[Path], reason
         names = ["unknown", *names[1:]]
     elif reason == "other change":
         control.weights.change = Mock(running="wait", deadline=float("inf"))
-    answer = control.apply(CLIENT, UpdateWeights(900, names, dtypes, shapes))
+    answer = control.apply(CLIENT, UpdateWeights(900, names, dtypes, shapes, is_refused=reason == "not valid"))
     if answer is None:
         _, answer = control.weights.take_replies()[-1]
     assert isinstance(answer, Answer) and not answer.ok and "closed" in answer.message
