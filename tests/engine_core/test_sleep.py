@@ -271,7 +271,7 @@ class TestLevelTwo:
 
     def test_weights_of_no_folder_stay_incomplete(self) -> None:
         sleeper = Sleeper()
-        sleeper.memory.has_folder = False
+        sleeper.memory.is_on_disk = False
         sleeper.sleep(2)
         assert sleeper.wake().ok
         facts = sleeper.bench.control.weights.facts

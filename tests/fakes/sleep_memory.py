@@ -13,13 +13,17 @@ class FakeSleepMemory:
         """on_release: called with the tags whose contents are lost."""
         self.awake: set[SleepTag] = set(SLEEP_TAGS)
         self.has_copy = False
-        self.has_folder = True
+        self.is_on_disk = True
         self.contents = "disk"
         """What the weights are: disk, or undefined."""
         self.calls: list[str] = []
         self.faults: dict[str, SleepError] = {}
         """Errors of the next call of each name."""
         self._on_release = on_release
+
+    @property
+    def has_folder(self) -> bool:
+        return self.is_on_disk
 
     def release(self, tags: Collection[SleepTag], keep_weights: bool) -> int:
         self._note("release")
@@ -40,9 +44,9 @@ class FakeSleepMemory:
     def reload(self) -> bool:
         self._note("reload")
         assert "weights" in self.awake, "weights loaded into memory that is released"
-        if self.has_folder:
+        if self.is_on_disk:
             self.contents = "disk"
-        return self.has_folder
+        return self.is_on_disk
 
     def _note(self, name: str) -> None:
         self.calls.append(name)

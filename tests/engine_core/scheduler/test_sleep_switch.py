@@ -144,7 +144,7 @@ def test_a_failed_call_changes_nothing_and_can_be_repeated(names: tuple[str, ...
 
 def test_without_a_folder_dropped_weights_stay_incomplete() -> None:
     machine = Machine()
-    machine.memory.has_folder = False
+    machine.memory.is_on_disk = False
     machine.do("sleep 2")
     machine.do("wake")
     assert machine.state == (NONE, "dropped")
