@@ -123,9 +123,10 @@ class ExternalUpdates:
     def refuse(self, command: UpdateCommand, problem: str) -> str:
         """Return the text of a refusal. One of tensors closes the group.
 
-        The trainer may be sending them already, and the next call would receive them in place of its own.
+        The trainer may be sending them already, and the next call would receive them in place of its own. What is sent
+        while a call for tensors is due belongs to that call, which then goes on.
         """
-        if not isinstance(command, UpdateWeights) or self._group is None:
+        if not isinstance(command, UpdateWeights) or self._group is None or isinstance(self.switch.change, Receive):
             return problem
         self.close()
         return f"{problem}\n  The group was closed; initialize it again"

@@ -317,12 +317,18 @@ def test_tensors_that_were_not_received_in_time_close_the_group(folders: list[Pa
     trained.update(weights_of(folders[1]))
 
 
-def test_a_second_trainer_does_not_end_the_update_that_is_due(folders: list[Path]) -> None:
+@pytest.mark.parametrize("second", ["init", "same", "other tensors", "not valid"])
+def test_a_second_call_does_not_end_the_update_that_is_due(folders: list[Path], second: str) -> None:
     trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
     trained.pause()
     trained.init()
     trained.start()
-    intruder = InitWeightTransfer(1000, 1, 2, "127.0.0.1", 9)
+    intruder = {
+        "init": InitWeightTransfer(1000, 1, 2, "127.0.0.1", 9),
+        "same": UpdateWeights(1000, *described(tensors)),
+        "other tensors": UpdateWeights(1000, ["x"], ["float32"], [[1]]),
+        "not valid": UpdateWeights(1000, [], [], [], is_refused=True),
+    }[second]
     trained.driven.mailbox.inbox.append((CLIENT, UpdateWeights(999, *described(tensors))))
     trained.driven.mailbox.inbox.append((CLIENT, intruder))
     sending = Thread(
