@@ -11,12 +11,14 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.reference import moe
+from tandem.engine_core.kernels.tiles.plan_types import NARROW_BLOCK, GemvPlan, GroupedPlan
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.moe import MixtureOfExperts, RoutingSwitch
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
 from tandem.engine_core.runtime.device import read_gpu_traits
+from tests.engine_core.kernels.moe import test_int4_experts as int4
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -112,6 +114,24 @@ def test_a_shared_expert_among_the_others_is_exact_enough(scheme: EightBitScheme
         assert found[rows == 0].eq(0).all()
         order = torch.randperm(tokens, device=DEVICE)
         assert torch.equal(network(x[order], rows[order]), found[order]), tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_experts_are_exact_enough(group: int, dtype: torch.dtype) -> None:
+    """With inputs of 16 bits, for which values are unpacked by other instructions than in float32."""
+    experts = int4.Experts(96, HIDDEN, 768, (group, group), "cuda")
+    for tokens in (1, 4, 5, 8, 16, 200):
+        routed = int4.route(tokens, 96, TOP_K, "cuda", padding=tokens > 1)
+        x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=dtype)
+        expected = experts.expected(x.float(), routed)
+        found = {"gemv": int4.gemv(x, experts, routed, (GemvPlan(4, 1024), GemvPlan(8, 1024)))} if tokens <= 8 else {}
+        found["grouped"] = int4.grouped(x, experts, routed, GroupedPlan(16, 64, 128, 3, 4))
+        for size in (32, 64, 128):
+            found[f"narrow {size}"] = int4.narrow(x, experts, routed, GroupedPlan(NARROW_BLOCK, size, 128, 3, 4))
+        for name, result in found.items():
+            error = float((result.float() - expected).norm() / expected.norm())
+            assert error < 0.01, (name, tokens, error)
 
 
 def test_two_captured_paths_replayed_alternately_repeat_their_bits() -> None:

@@ -113,10 +113,11 @@ def int4_experts(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
             call = (given, weight, routed, activation, plan, gpu.pdl)
             if isinstance(plan, GemvPlan):
                 yield lambda call=call: int4_pair_gemv(*call)
-            elif plan.block_m == NARROW_BLOCK:
-                yield lambda call=call: int4_narrow_gemm(*call)
-            else:
-                yield lambda call=call: int4_grouped_gemm(*call)
+                continue
+            yield lambda call=call: int4_grouped_gemm(*call)
+            if tokens <= NARROW_BLOCK:
+                own = GroupedPlan(NARROW_BLOCK, 64 if part == "gate_up" else 128, 128, 3, 4)
+                yield lambda call=(*call[:4], own, gpu.pdl): int4_narrow_gemm(*call)
 
 
 def experts(gpu: GpuTraits, tokens: int, bits: int, by_block: bool) -> Iterator[Launch]:

@@ -12,7 +12,6 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import (
     INT4_BLOCK,
-    NARROW_BLOCK,
     ExpertPlan,
     GemvPlan,
     GroupedPlan,
@@ -117,15 +116,13 @@ def _measured(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan | None:
 def _int4_rule(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
     """Return the plan of a matmul with int4 weights by its sizes.
 
-    A program of a GEMV holds whole rows. An expert has at most one pair of a token, so narrow blocks hold those of few
-    tokens. Sums are scaled before they are added, so that tiles of 64 pairs fill the registers.
+    A program of a GEMV holds whole rows. Sums are scaled before they are added, so that tiles of 64 pairs fill the
+    registers. Narrow blocks are for measured plans.
     """
     gated = key.part == "gate_up"
     if key.tokens <= GEMV_TOKENS:
         whole = next_power_of_two(key.hidden if gated else key.width)
         return GemvPlan(4 if gated else 8, min(2048, max(INT4_BLOCK, whole)))
-    if key.tokens <= NARROW_BLOCK:
-        return GroupedPlan(NARROW_BLOCK, 64 if gated else 128, 128, 3, 4)
     block = min(64, block_pairs(key.tokens * key.top_k, key.experts))
     plan = GroupedPlan(block, 64 if gated else 128, 128, 4, 4 if block <= 32 else 8)
     # Words and inputs, and a scale and a zero point for each of 128 rows.

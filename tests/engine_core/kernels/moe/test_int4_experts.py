@@ -132,8 +132,9 @@ def test_a_row_is_bit_equal_whatever_the_others_are(block: int, device: str) -> 
     order = torch.randperm(20).to(device)
     moved = moe.sort_pairs(Routed(routed.ids[order], routed.weights[order]), 5)
     assert torch.equal(multiply(x, experts, routed, plan)[order], multiply(x[order], experts, moved, plan))
+    before = multiply(x, experts, routed, plan)[0]
     x[1:] = torch.randn(19, 64, device=device)
-    assert torch.equal(multiply(x, experts, routed, plan)[0], multiply(x, experts, routed, plan)[0])
+    assert torch.equal(multiply(x, experts, routed, plan)[0], before)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8, 64, 256, 8192])
@@ -143,4 +144,5 @@ def test_the_rule_has_a_plan_for_each_size(tokens: int, sizes: tuple[int, int, i
         plan = choose_expert_plan(ExpertKey(part, 4, 16, *sizes, tokens), H200)  # type: ignore[arg-type]
         assert isinstance(plan, GemvPlan if tokens <= 4 else GroupedPlan)
         assert plan.block_k % 128 == 0
-        assert isinstance(plan, GemvPlan) or (plan.block_m == NARROW_BLOCK) == (tokens <= 8)
+        is_measured = sizes == (2048, 768, 128, 8) and tokens == 8
+        assert isinstance(plan, GemvPlan) or (plan.block_m == NARROW_BLOCK) == is_measured
