@@ -9,7 +9,8 @@ on a GPU also by how much its free memory grew, and whether greedy outputs are t
 Outputs are computed one at a time and with an empty prefix cache: in batches and after cached prefixes a GPU rounds
 differently. The exit code is 1 if any output differs.
 
-Without --shape it runs the default model with its own weights.
+With --shape a wake from level 2 makes the random weights again on the GPU, where a server reads its checkpoint. Without,
+it runs the default model with its own weights.
 """
 
 import argparse
@@ -140,7 +141,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, help="directory with a config.json (default: the default model)")
     parser.add_argument("--levels", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="(default: 1 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="sleeps of each level (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="sleeps of each level, at least 1 (default: 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gpu-memory", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures to this JSON file")
@@ -149,7 +150,10 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, and return 1 if outputs differ."""
-    arguments = arguments_parser().parse_args(argv)
+    parser = arguments_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: give at least 1")
     bench = SleepBench(build(arguments.shape, arguments.device, arguments.gpu_memory))
     print(f"outputs repeat without a sleep: {bench.repeats}", flush=True)
     rounds = []

@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--updates {arguments.updates}: give at least 3, two for the two seeds and one that repeats")
     if device == "cuda" and len(visible_gpus()) < 2:
         parser.error(f"needs two GPUs of one host, found {len(visible_gpus())}; --device cpu uses gloo without any")
-    timeout = arguments.update_timeout or {"cuda": 20.0, "cpu": 100.0}[device]
+    timeout = {"cuda": 20.0, "cpu": 100.0}[device] if arguments.update_timeout is None else arguments.update_timeout
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-")))
         folder, flags = DEFAULT_MODEL, ["--device", device, *FLAGS[device].split()]

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import bench_sleep
 from benchmarks.bench_sleep import Round, line
 from tests.support.refusals import numbers_in
@@ -21,6 +23,11 @@ def test_each_level_and_round_is_measured_and_saved(tmp_path: Path) -> None:
     for found in rounds:
         assert found["outputs_equal"] and found["free_growth_bytes"] is None
         assert found["sleep_seconds"] > 0 and found["wake_seconds"] > 0
+
+
+def test_no_rounds_are_refused() -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_sleep.main(["--device", "cpu", "--rounds", "0"])
 
 
 def test_line_of_a_round_has_its_figures() -> None:
