@@ -171,17 +171,17 @@ def _route_kernel(
     RENORMALIZE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     SORT: tl.constexpr,
-    SHARED: tl.constexpr,
+    STACKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the experts of TOKENS tokens, and append their pairs to the lists of the experts.
 
-    partials: [SPLIT, T, E + SHARED] float32; rows: [T] int32 if HAS_ROWS, 0 for padding; uniform: [1] int32; if not 0,
+    partials: [SPLIT, T, E + STACKED] float32; rows: [T] int32 if HAS_ROWS, 0 for padding; uniform: [1] int32; if not 0,
     hashes of token index, expert index and `seed` replace the logits, also for padding; ids, weights, counts,
-    pairs: as in `Routed`. SHARED: 1 if expert E is used by all tokens, and column E is the logit of its weight; else 0.
+    pairs: as in `Routed`. STACKED: 1 if expert E is used by all tokens, and column E is the logit of its weight; else 0.
     """
-    WIDTH: tl.constexpr = TOP_K + SHARED
-    stride = E + SHARED
+    WIDTH: tl.constexpr = TOP_K + STACKED
+    stride = E + STACKED
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     experts = tl.arange(0, BLOCK_E)
     mask = (tokens < T)[:, None] & (experts < E)[None, :]
@@ -195,7 +195,7 @@ def _route_kernel(
     logits = tl.load(partials_ptr + offs, mask=mask, other=0.0)
     for part in tl.static_range(1, SPLIT):
         logits += tl.load(partials_ptr + part * T.to(tl.int64) * stride + offs, mask=mask, other=0.0)
-    if SHARED > 0:
+    if STACKED > 0:
         gate_ptr = partials_ptr + tokens.to(tl.int64) * stride + E
         gate = tl.load(gate_ptr, mask=tokens < T, other=0.0)
         for part in tl.static_range(1, SPLIT):
@@ -234,7 +234,7 @@ def _route_kernel(
         counted = inside & routed[:, None]
         rank = tl.atomic_add(counts_ptr + chosen, 1, mask=counted, sem="relaxed")
         tl.store(pairs_ptr + chosen.to(tl.int64) * T + rank, pair, mask=counted)
-    if SHARED > 0:
+    if STACKED > 0:
         last = tokens * WIDTH + TOP_K
         tl.store(ids_ptr + last, tl.where(routed, E, -1), mask=tokens < T)
         tl.store(weights_ptr + last, tl.where(routed, tl.sigmoid(gate), 0.0), mask=tokens < T)
@@ -384,7 +384,7 @@ def route(
         RENORMALIZE=routing.renormalizes,
         HAS_ROWS=rows is not None,
         SORT=sort,
-        SHARED=int(shared),
+        STACKED=int(shared),
         PDL=pdl,
         num_warps=1 if block * count <= 512 else 4,
         **({"launch_pdl": True} if pdl else {}),
