@@ -9,8 +9,8 @@ on a GPU also by how much its free memory grew, and whether greedy outputs are t
 Outputs are computed one at a time and with an empty prefix cache: in batches and after cached prefixes a GPU rounds
 differently. The exit code is 1 if any output differs.
 
-With --shape a wake from level 2 makes the random weights again on the GPU, where a server reads its checkpoint. Without,
-it runs the default model with its own weights.
+With --shape a wake from level 2 makes the random weights again, where a server reads its checkpoint. Without, it runs
+the default model with its own weights.
 """
 
 import argparse
@@ -65,6 +65,10 @@ class NotedMemory:
     def __init__(self, memory: SleepMemory) -> None:
         self._memory = memory
         self.released = 0
+
+    @property
+    def has_folder(self) -> bool:
+        return self._memory.has_folder
 
     def release(self, tags: Collection[SleepTag], keep_weights: bool) -> int:
         self.released = self._memory.release(tags, keep_weights)

@@ -178,7 +178,7 @@ def _route_kernel(
 
     partials: [SPLIT, T, E + STACKED] float32; rows: [T] int32 if HAS_ROWS, 0 for padding; uniform: [1] int32; if not 0,
     hashes of token index, expert index and `seed` replace the logits, also for padding; ids, weights, counts,
-    pairs: as in `Routed`. STACKED: 1 if expert E is used by all tokens, and column E is the logit of its weight; else 0.
+    pairs: as in `Routed`. STACKED: 1 if all tokens use expert E, and column E is the logit of its weight; else 0.
     """
     WIDTH: tl.constexpr = TOP_K + STACKED
     stride = E + STACKED
