@@ -102,6 +102,8 @@ class ExternalUpdates:
         self._buffer_bytes = 0
         self._announced: UpdateSlots | None = None
         """Slots that announced tensors are checked against; None: no update was started."""
+        self._may_send = False
+        """True from the start of an update to its finish, or to the end of the group."""
         self._last: tuple[TensorSpec, ...] = ()
 
     @property
@@ -121,12 +123,12 @@ class ExternalUpdates:
                 self._finish(version, running, reply)
 
     def refuse(self, command: UpdateCommand, problem: str) -> str:
-        """Return the text of a refusal. One of tensors closes the group.
+        """Return the text of a refusal. One of tensors closes the group if an update was started.
 
         The trainer may be sending them already, and the next call would receive them in place of its own. What is sent
         while a call for tensors is due belongs to that call, which then goes on.
         """
-        if not isinstance(command, UpdateWeights) or self._group is None or isinstance(self.switch.change, Receive):
+        if not isinstance(command, UpdateWeights) or not self._may_send or isinstance(self.switch.change, Receive):
             return problem
         self.close()
         return f"{problem}\n  The group was closed; initialize it again"
@@ -148,6 +150,7 @@ class ExternalUpdates:
 
     def close(self) -> None:
         """Leave the group."""
+        self._may_send = False
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -185,7 +188,7 @@ class ExternalUpdates:
         except Exception as error:  # Some slots are of temporary tensors: a lack of memory, above all.
             logger.exception("no update was started")
             return f"an update could not be started: {_text(error)}"
-        self._announced, self.slots = UpdateSlots(slots, self.rename), None
+        self._announced, self.slots, self._may_send = UpdateSlots(slots, self.rename), None, True
         return ""
 
     def _update(self, command: UpdateWeights, running: RunningMode, reply: Reply) -> None:
@@ -227,6 +230,7 @@ class ExternalUpdates:
             reply(f"version {printable(version)} is that of the weights before; finish with another")
             return
         self.abandon()
+        self._may_send = False
         self.switch.begin(Finish(self.model, slots, version or self.switch.next_name, running, reply))
 
     def abandon(self) -> None:
