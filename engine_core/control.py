@@ -262,7 +262,10 @@ class Control:
         def reply(problem: str) -> None:
             self.weights.reply(client, Answer(call, not problem, problem))
 
+        was_receiving = self.updates.is_receiving
         self.updates.call(command, "restart" if self.pause.clear_cache else "keep", reply)
+        if was_receiving and not self.updates.is_receiving and self.weights.change is None:
+            self._note_abandoned("another update was begun before the last one was finished")
         return None
 
     def _update_refusal(self) -> str:
@@ -345,8 +348,12 @@ class Control:
         if self.sleep.holds_rows:
             return
         self.updates.abandon()
-        weights.problem = "the engine was resumed in the middle of an update"
-        message = f"the weights are incomplete: {weights.problem}; swap or update them completely"
+        self._note_abandoned("the engine was resumed in the middle of an update")
+
+    def _note_abandoned(self, problem: str) -> None:
+        """End every request, since the weights stay incomplete. problem: why."""
+        self.weights.problem = problem
+        message = f"the weights are incomplete: {problem}; swap or update them completely"
         self.scheduler.fail_all(ErrorCode.WEIGHTS_CHANGED, message)
 
     def advance_swaps(self, now: float) -> None:

@@ -132,6 +132,26 @@ def test_a_partial_update_leaves_the_weights_incomplete_until_a_full_one(folders
     assert generate(trained) == expected(folders[1])
 
 
+@pytest.mark.parametrize("call", ["init", "start"])
+def test_an_abandoned_update_is_the_reason_of_incomplete_weights(folders: list[Path], call: str) -> None:
+    trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
+    weights = trained.driven.engine.control.weights
+    trained.pause()
+    trained.init()
+    trained.start()
+    assert trained.send(dict(list(tensors.items())[:3])).ok
+    held = trained.driven.submit(PROMPT, params())
+    getattr(trained, call)()
+    outcome = trained.driven.outcome(held)
+    assert isinstance(outcome, Failure) and outcome.code is ErrorCode.WEIGHTS_CHANGED
+    problem = weights.facts.problem
+    assert weights.facts.state == "incomplete" and problem
+    answer = trained.finish()
+    assert not answer.ok and problem in answer.message
+    trained.update(tensors)
+    assert (weights.facts.state, weights.facts.problem) == ("ready", "")
+
+
 def test_a_resume_in_the_middle_of_an_update_ends_every_request(folders: list[Path]) -> None:
     trained, tensors = TrainedEngine(folders[0]), weights_of(folders[1])
     trained.pause()
