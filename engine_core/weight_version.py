@@ -12,12 +12,12 @@ class WeightVersion(Struct, frozen=True):
     """Version that outputs report; "" on an engine whose weights cannot change."""
 
 
-MAX_DIGITS = 15
-"""Digits of a version that counts as a number; a longer one is a name."""
+MAX_DIGITS = 1000
+"""Largest number of digits of a version that counts as a number. Clients send at most 256; `int` takes 4300."""
 
 
 def number_of(name: str) -> int:
-    """Return the number that a version is, 0 for a name."""
+    """Return the number that a version is, 0 for other names."""
     return int(name) if name.isascii() and name.isdecimal() and len(name) <= MAX_DIGITS else 0
 
 

@@ -11,6 +11,7 @@ from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.startup.runtime import ModelSource
 from tandem.engine_core.startup.weights import note_number, open_active
+from tandem.protocol.commands import MAX_NAME_BYTES
 from tandem.protocol.weights_file import WeightsFile, read_weights_file, write_weights_file
 from tests.support.model_folder import write_model
 
@@ -24,8 +25,8 @@ def source(tmp_path: Path) -> ModelSource:
     return ModelSource(folder, read_config(folder), torch.float32, layout)
 
 
-def touch(folder: Path) -> None:
-    os.utime(folder / "model.safetensors", ns=(1, 1))
+def touch(folder: Path, time: int = 1) -> None:
+    os.utime(folder / "model.safetensors", ns=(time, time))
 
 
 def test_files_that_have_changed_have_a_new_version_after_a_restart(source: ModelSource, tmp_path: Path) -> None:
@@ -38,15 +39,17 @@ def test_files_that_have_changed_have_a_new_version_after_a_restart(source: Mode
     assert versions == ["0", "0", "0", "1", "1"]
 
 
-def test_no_engine_gives_a_number_again(source: ModelSource, tmp_path: Path) -> None:
+@pytest.mark.parametrize("highest", [4, 10**15 - 1, 10**MAX_NAME_BYTES - 1])
+def test_no_engine_gives_a_number_again(source: ModelSource, tmp_path: Path, highest: int) -> None:
     file = tmp_path / "weights.json"
     assert open_active(source, file).highest == 0
-    note_number(file, 4)
+    note_number(file, highest)
     found = open_active(source, file)
-    assert (found.version, found.highest) == ("0", 4), "the weights of version 4 were in memory only"
-    touch(source.directory)
-    found = open_active(source, file)
-    assert (found.version, found.highest) == ("5", 5)
+    assert (found.version, found.highest) == ("0", highest), "the weights of that version were in memory only"
+    for next_one in (highest + 1, highest + 2):
+        touch(source.directory, next_one % 10)
+        found = open_active(source, file)
+        assert (found.version, found.highest) == (str(next_one), next_one)
     note_number(None, 9)
     note_number(tmp_path / "none" / "weights.json", 9)
 
