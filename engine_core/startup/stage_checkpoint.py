@@ -14,6 +14,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
@@ -58,7 +59,7 @@ def check_swap(served: ServedModel, folder: Path) -> None:
     for what, held in served.files.items():
         if found.files[what] != held:
             if what == "generation_config.json":
-                raise ConfigError(f"{what} has other {_differing(found.files[what], held)} than that of {base}")
+                raise _difference(what, *_differing(found.files[what], held), base)
             raise _difference(what, found.files[what], held, base)
     ours, theirs = open_checkpoint(base, served.config), open_checkpoint(folder, found.config)
     _check_tensors(ours, theirs)
@@ -111,11 +112,12 @@ def _difference(what: str, found: object, held: object, base: Path) -> ConfigErr
     return ConfigError(f"{what} is {_short(texts[0])}, that of {base} is {_short(texts[1])}")
 
 
-def _differing(found: object, held: object) -> str:
-    """Name the fields in which two JSON objects differ, without values: they may be none of a checkpoint's."""
-    fields = [value if isinstance(value, dict) else {} for value in (found, held)]
-    names = sorted(name for name in fields[0] | fields[1] if fields[0].get(name) != fields[1].get(name))
-    return f"fields ({_short(', '.join(names))})" if names else "contents"
+def _differing(found: Any, held: Any) -> tuple[Any, Any]:
+    """Return two JSON values; of objects, only the fields in which they differ."""
+    if not isinstance(found, dict) or not isinstance(held, dict):
+        return found, held
+    same = {name for name in found.keys() & held.keys() if found[name] == held[name]}
+    return {k: v for k, v in found.items() if k not in same}, {k: v for k, v in held.items() if k not in same}
 
 
 def _short(text: str) -> str:
