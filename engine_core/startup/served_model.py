@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from msgspec import Struct, structs
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
-from tandem.protocol.model_folder import TemplateFileError, special_tokens, template_fingerprint
+from tandem.protocol.model_folder import TemplateFileError, find_templates, special_tokens, template_fingerprint
+
+_USED_TOKENS = ("bos_token", "eos_token")
 
 
 class ServedModel(Struct, frozen=True):
@@ -47,10 +50,16 @@ def _digest(file: Path) -> str:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
+    """Return the tokens of the begin and the end, and those that the chat template names. Nothing uses others."""
     try:
-        return special_tokens(folder)
+        tokens = special_tokens(folder)
     except TemplateFileError as error:
         raise ConfigError(str(error)) from None
+    with suppress(TemplateFileError):  # It has no fingerprint either.
+        source = find_templates(folder)
+        texts = [] if source is None else list(source.texts.values())
+        return {k: v for k, v in tokens.items() if k in _USED_TOKENS or any(k in text for text in texts)}
+    return tokens
 
 
 def _json(file: Path) -> Any:

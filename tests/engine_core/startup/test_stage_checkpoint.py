@@ -77,8 +77,8 @@ DIFFERENCES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ("special tokens", "<x>", "bos_token"),
     ),
     "map of special tokens": (
-        lambda new: (new / "special_tokens_map.json").write_text('{"pad_token": "<x>"}'),
-        ("special tokens", "<x>", "pad_token"),
+        lambda new: (new / "special_tokens_map.json").write_text('{"eos_token": "<x>"}'),
+        ("special tokens", "<x>", "eos_token"),
     ),
     "generation config": (
         lambda new: (new / "generation_config.json").write_text('{"temperature": 0.3}'),
@@ -118,6 +118,20 @@ def test_another_model_is_refused_with_both_values(pair: tuple[Path, Path], name
     with pytest.raises(ConfigError) as caught:
         check_swap(ServedModel.read(base), new)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("template", ["", "{{ bos_token }}", "{{ pad_token }}"])
+def test_special_tokens_that_nothing_uses_may_differ(pair: tuple[Path, Path], template: str) -> None:
+    for folder in pair:
+        if template:
+            (folder / "chat_template.jinja").write_text(template)
+    base, new = pair
+    (new / "tokenizer_config.json").write_text('{"pad_token": "<x>"}')
+    if "pad_token" in template:
+        with pytest.raises(ConfigError, match="pad_token"):
+            check_swap(ServedModel.read(base), new)
+    else:
+        check_swap(ServedModel.read(base), new)
 
 
 def test_kv_scales_may_come_and_go(pair: tuple[Path, Path]) -> None:
