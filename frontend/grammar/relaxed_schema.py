@@ -74,7 +74,8 @@ def relax_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             schema, removed = without_keyword(schema, path, "$ref")
             pointers += removed
         num_removed *= _ENDLESS_GROWTH
-    return schema, pointers
+    # `anyOf` may be removed, and once more after `oneOf` has become one.
+    return schema, list(dict.fromkeys(pointers))
 
 
 def without_keyword(schema: dict[str, Any], path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
