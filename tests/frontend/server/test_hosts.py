@@ -1,28 +1,12 @@
 """Requests for other hosts, through proxies and below a prefix, at a server with a fake engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from msgspec import structs
 
-from tandem.frontend.config import FrontendConfig
 from tandem.frontend.server.hosts import trust_proxies
-from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import RunningServer, get, post
-
-
-@pytest.fixture
-def serve(engine: FakeEngine, config: FrontendConfig) -> Iterator[Callable[..., str]]:
-    running: list[RunningServer] = []
-
-    def start(**changes: Any) -> str:
-        engine.start()
-        running.append(RunningServer(structs.replace(config, **changes)).start().ready())
-        return running[0].url
-
-    yield start
-    running[0].stop()
+from tests.frontend.conftest import get, post
 
 
 def test_request_for_another_host_is_refused_in_the_shape_of_its_route(serve: Callable[..., str]) -> None:

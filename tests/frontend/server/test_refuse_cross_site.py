@@ -1,31 +1,15 @@
 """Operator requests that web pages send, at a server without and with API keys."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from msgspec import structs
 
-from tandem.frontend.config import FrontendConfig
 from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import RunningServer, get, post
+from tests.frontend.conftest import get, post
 
 OWN = "http://own.example:8000"
 OTHER = {"origin": "https://evil.example", "sec-fetch-site": "cross-site", "content-type": "text/plain"}
 PATHS = ("/admin/pause", "/admin/resume", "/admin/swap", "/sleep?level=2", "/wake_up", "/pause", "/update_weights")
-
-
-@pytest.fixture
-def serve(engine: FakeEngine, config: FrontendConfig) -> Iterator[Callable[..., str]]:
-    running: list[RunningServer] = []
-
-    def start(**changes: Any) -> str:
-        engine.start()
-        running.append(RunningServer(structs.replace(config, **changes)).start().ready())
-        return running[0].url
-
-    yield start
-    running[0].stop()
 
 
 def test_pages_of_other_sites_do_not_operate_a_server(serve: Callable[..., str], engine: FakeEngine) -> None:
