@@ -22,7 +22,7 @@ class RefuseCrossSite:
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
-        """origins: those whose pages may read answers (--cors-origin)."""
+        """Keep the app. origins: those whose pages may read answers (--cors-origin)."""
         self._app = app
         self._origins = frozenset(origins)
 
@@ -43,6 +43,7 @@ class RefuseCrossSite:
         origin = headers.get("origin")
         if ANY in self._origins or origin in self._origins:
             return True
-        if headers.get("sec-fetch-site", "").strip().lower() == "cross-site":
-            return False
+        site = headers.get("sec-fetch-site", "").strip().lower()
+        if site in ("cross-site", "same-origin"):  # Set by browsers alone; behind a proxy, Host may be the server's.
+            return site == "same-origin"
         return origin is None or origin.partition("://")[2].lower() == headers.get("host", "").strip().lower()

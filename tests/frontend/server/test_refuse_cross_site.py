@@ -28,6 +28,7 @@ def test_pages_of_other_sites_do_not_operate_a_server(serve: Callable[..., str],
     [
         ({}, (), True),
         ({"origin": OWN, "sec-fetch-site": "same-origin"}, (), True),
+        ({"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, (), True),
         ({"origin": OWN}, (), True),
         ({"origin": OWN.upper()}, (), True),
         ({"sec-fetch-site": "none"}, (), True),
