@@ -46,14 +46,15 @@ class WeightSwaps:
         switch: WeightSwitch,
         stager: CheckpointStager,
         load: Callable[[str, Callable[[int, int], None]], None],
-        active_path: str,
+        active_path: Callable[[], str],
         save: Callable[[str, str], None],
     ) -> None:
         """Start without a swap.
 
         load: replaces the weights by those of a staged checkpoint, given its path and a callback for progress, which
-        gets the bytes loaded so far and those of the checkpoint; raises WeightsError. active_path: folder of the
-        weights so far; save: stores the path and the version of the weights after a swap.
+        gets the bytes loaded so far and those of the checkpoint; raises WeightsError. active_path: returns the folder
+        of the weights in memory, "" if they are in none; save: stores the path and the version of the weights after a
+        swap.
         """
         self.switch = switch
         self.stager = stager
@@ -74,9 +75,9 @@ class WeightSwaps:
         """The state of the swap, for frontends. Heartbeats read it on a thread of their own."""
         state, command, version = self._state, self._command, self.switch.version.name
         if command is None:
-            return SwapFacts("idle", "", 0, self.active_path, version, self.problem)
+            return SwapFacts("idle", "", 0, self.active_path(), version, self.problem)
         percent = self._percent_loaded if state == "loading" else self.stager.progress()
-        return SwapFacts(state, command.path, percent, self.active_path, version, self.problem)
+        return SwapFacts(state, command.path, percent, self.active_path(), version, self.problem)
 
     @property
     def is_activating(self) -> bool:
@@ -156,7 +157,6 @@ class WeightSwaps:
         command = self._command
         assert command is not None
         if self._state == "loading" and not problem:
-            self.active_path = command.path
             logger.info("weights of %s, version %s", command.path, self.switch.version.name)
             self.save(command.path, self.switch.version.name)
         if problem:

@@ -281,8 +281,8 @@ def build_engine(
             nonlocal is_updated
             is_updated = True
             mark.set()
-            if swaps is not None and files is not None:
-                swaps.active_path, files.folder = "", None  # They are in memory only.
+            if files is not None:
+                files.folder = None  # They are in memory only.
 
         updates = build_updates(
             options,

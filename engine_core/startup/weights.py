@@ -146,4 +146,4 @@ def build_swaps(
         if _note(file, WeightsFile(path, version, files.stamp, switch.highest)):
             on_swap()
 
-    return WeightSwaps(switch, stager, load, str(files.folder), save)
+    return WeightSwaps(switch, stager, load, lambda: str(files.folder or ""), save)

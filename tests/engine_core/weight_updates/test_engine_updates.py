@@ -68,10 +68,13 @@ def test_an_updated_engine_answers_as_one_that_loaded_the_weights(folders: list[
     first, second = (expected(folder) for folder in folders)
     assert first != second
     trained = TrainedEngine(folders[0])
+    swaps = trained.driven.engine.control.swaps
+    assert swaps is not None and swaps.facts.active_path == str(folders[0])
     assert generate(trained) == first
     trained.pause()
     trained.init(buffer_bytes)
     trained.update(weights_of(folders[1]), "v2")
+    assert swaps.facts.active_path == "", "the weights are in memory only"
     assert trained.driven.engine.control.weights.version.name == "v2"
     trained.resume()
     assert generate(trained) == second
