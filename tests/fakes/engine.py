@@ -242,6 +242,9 @@ class FakeEngine:
                     self._send(router, identity, self._sleep_or_wake(command))
                 case SwapWeights(call) | CancelSwap(call) | InspectSwap(call) if self.swap is None:
                     self._send(router, identity, Answer(call, False, "there are no swaps"))
+                case CancelSwap(call) if self.swap is not None:
+                    self.swap = structs.replace(self.swap, state="idle")
+                    self._send(router, identity, Answer(call, True, swap=self.swap))
                 case ResetPrefixCache(call):
                     self._send(router, identity, Answer(call, not self._running))
                 case Goodbye():

@@ -134,6 +134,16 @@ def test_special_tokens_that_nothing_uses_may_differ(pair: tuple[Path, Path], te
         check_swap(ServedModel.read(base), new)
 
 
+def test_another_order_of_inputs_is_refused(pair: tuple[Path, Path]) -> None:
+    base, new = pair
+    name, order = "model.layers.0.mlp.down_proj.g_idx", torch.arange(64, dtype=torch.int32) // 32
+    for folder, given in ((base, order), (new, order.flip(0))):
+        change(folder, lambda tensors, given=given: tensors.update({name: given}))  # type: ignore[misc]
+    for one, other in ((base, new), (new, base)):
+        with pytest.raises(ConfigError, match=rf"{name} .*act-order"):
+            check_swap(ServedModel.read(one), other)
+
+
 def test_kv_scales_may_come_and_go(pair: tuple[Path, Path]) -> None:
     base, new = pair
     change(base, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}))

@@ -1,8 +1,10 @@
 """Who may swap weights, from where, and which folders."""
 
 import asyncio
+import logging
 from pathlib import Path
 
+import httpx
 import pytest
 from msgspec import structs
 
@@ -12,9 +14,10 @@ from tandem.frontend.config import FrontendConfig
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.events import SwapFacts, WeightFacts
+from tandem.protocol.logs import AUDIT_LOGGER
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.admin.conftest import StartServer
-from tests.frontend.conftest import get, post
+from tests.frontend.conftest import get, post, until
 
 SWAP = "/admin/swap"
 
@@ -98,6 +101,43 @@ def test_the_state_of_a_swap_is_reported_while_the_engine_loads_weights(
             "problem": "",
         },
     )
+
+
+def test_a_swap_is_cancelled_and_is_in_the_audit_log(
+    start_server: StartServer, engine: FakeEngine, config: FrontendConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.weights, engine.swap = WeightFacts("3", "ready"), SwapFacts("draining", "/new", 100, "/old", "3")
+    running = start_server(engine, structs.replace(config, swap_root=Path("/")))
+    with caplog.at_level(logging.INFO, AUDIT_LOGGER):
+        found = httpx.delete(running.url + SWAP, timeout=30)
+        until(lambda: any(record.name == AUDIT_LOGGER for record in caplog.records), "a line")
+    assert (found.status_code, found.json()["state"]) == (200, "idle")
+    (line,) = [record.fields for record in caplog.records if record.name == AUDIT_LOGGER]  # type: ignore[attr-defined]
+    assert (line["method"], line["path"], line["status"]) == ("DELETE", SWAP, 200)
+
+
+def test_there_is_no_swap_without_a_root_nor_to_cancel(
+    start_server: StartServer, engine: FakeEngine, config: FrontendConfig
+) -> None:
+    running = start_server(engine, structs.replace(config, swap_root=None))
+    refused = post(running.url + SWAP, json={"path": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "swap_root")
+    refused = httpx.delete(running.url + SWAP, timeout=30)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_swap")
+
+
+def test_other_hosts_change_no_weights_without_keys(
+    start_server: StartServer, engine: FakeEngine, config: FrontendConfig
+) -> None:
+    running = start_server(engine, structs.replace(config, swap_root=Path("/")))
+    routes = ["POST /sleep", "POST /wake_up", "GET /is_sleeping", f"POST {SWAP}", f"GET {SWAP}", f"DELETE {SWAP}"]
+    routes += [f"POST /{name}_weight_update" for name in ("start", "finish")]
+    routes += ["POST /update_weights", "POST /init_weight_transfer_engine"]
+    for route in routes:
+        method, path = route.split()
+        answer = httpx.request(method, running.url + path, headers={"x-forwarded-for": "10.0.0.1"}, timeout=30)
+        assert answer.status_code == 403, (route, answer.text)
+    assert not engine.sleeps and not engine.updates
 
 
 def test_folders_are_read_outside_the_event_loop(
