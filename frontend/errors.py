@@ -80,7 +80,7 @@ class ApiError(Exception):
         self.code = code
         self.other = other
         self.retry_after = retry_after
-        """Seconds in the header `Retry-After`, for statuses that have it."""
+        """Seconds in the header `Retry-After`, for the errors that have it."""
         self.refusal = ""
         """Load limit that the request exceeded, as a label of the metrics; "" for other errors."""
 
@@ -120,9 +120,12 @@ def renamed(path: str, names: Mapping[str, str]) -> str:
     return path
 
 
-def error_headers(status: int, retry_after: int = RETRY_AFTER_SECONDS) -> dict[str, str]:
-    """Return the headers of every error response with this status."""
-    if status in (409, 429, 503):
+def error_headers(status: int, retry_after: int = RETRY_AFTER_SECONDS, code: str | None = None) -> dict[str, str]:
+    """Return the headers of every error response with this status and code.
+
+    Of 409s only a busy session has `Retry-After`: a swap, a sleep or an update that was refused would be refused again.
+    """
+    if status in (429, 503) or code == ErrorCode.SESSION_BUSY.value:
         return {"retry-after": str(retry_after)}
     # The rest of a rejected body is not read, so the connection cannot be reused.
     return {"connection": "close"} if status == 413 else {}

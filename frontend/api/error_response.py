@@ -16,7 +16,7 @@ def error_answer(scope: Scope, error: ApiError) -> Response:
     scope[ERROR_KEY] = error.message
     record = request_record(scope)
     record.error, record.refusal = error.code or "error", error.refusal
-    headers = error_headers(error.status, error.retry_after)
+    headers = error_headers(error.status, error.retry_after, error.code)
     if not speaks_anthropic(scope):
         return Response(error.body(), error.status, headers, "application/json")
     status = anthropic_status(error.status, error.code)

@@ -74,6 +74,7 @@ def test_pause_that_a_resume_overtakes_is_409(server: RunningServer, engine: Fak
     engine.resumed_early = True
     response = post(f"{server.url}{PAUSE}?mode=wait")
     assert (response.status_code, error_of(response)["code"]) == (409, "engine_resumed")
+    assert "retry-after" not in response.headers
 
 
 def test_paused_server_is_not_ready_says_why_and_takes_requests_that_wait(

@@ -132,7 +132,7 @@ def test_a_lack_of_memory_is_503_and_other_refusals_are_409(
     response = post(server.url + path)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert response.json()["error"]["message"] == engine.sleep_refusal.message
-    assert int(response.headers["retry-after"]) >= 1
+    assert ("retry-after" in response.headers) == lacks
 
 
 def test_a_sleeping_server_is_not_ready_and_says_what_sleeps(server: RunningServer) -> None:

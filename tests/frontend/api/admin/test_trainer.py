@@ -169,6 +169,7 @@ def test_a_call_that_fails_in_the_engine_is_a_409(server: RunningServer, engine:
     assert response.status_code == 409
     assert response.json()["error"]["code"] == "weight_update_failed"
     assert response.json()["error"]["message"] == "the trainer is gone"
+    assert "retry-after" not in response.headers
 
 
 @pytest.fixture
