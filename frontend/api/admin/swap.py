@@ -65,23 +65,27 @@ def parse_swap(body: bytes, ignored: IgnoredFields) -> SwapRequest:
 def checkpoint_below(root: Path, given: str) -> Path:
     """Return the folder of a checkpoint, with all links followed.
 
-    Raises ApiError 400 if it or one of its files is not below the root, or if it has no safetensors files, 404 if it
-    does not exist.
+    Raises ApiError 400 if it or one of its files is not below the root, if it is a file, or if it has no safetensors
+    files, 404 if it does not exist. The message has the path that was given.
     """
+    shown = repr(given[:200])
     try:
         folder, base = (root / given).resolve(), root.resolve()
         inside = folder.is_relative_to(base)
+        is_file = inside and folder.is_file()
         exists = inside and folder.is_dir()
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if exists else []
         inside = inside and all(file.resolve().is_relative_to(base) for file in files)
     except (OSError, ValueError, RuntimeError):
-        inside, exists, files = False, False, []
+        inside, is_file, exists, files = False, False, False, []
     if not inside:
-        raise unsupported(f"{{param}}: {given[:200]!r}, or a file in it, is not below the server's --swap-root", "path")
+        raise unsupported(f"{{param}}: {shown}, or a file in it, is not below the server's --swap-root", "path")
+    if is_file:
+        raise unsupported(f"{{param}}: {shown} is a file; give its folder", "path")
     if not exists:
-        raise ApiError(404, "the folder of the checkpoint does not exist", "path", "not_found")
+        raise ApiError(404, f"the folder of the checkpoint, {shown}, does not exist", "path", "not_found")
     if not any(file.suffix == ".safetensors" for file in files):
-        raise unsupported("{param} has no safetensors files, and no others are read", "path")
+        raise unsupported(f"{{param}}: {shown} has no safetensors files, and no others are read", "path")
     return folder
 
 

@@ -68,11 +68,15 @@ def test_a_checkpoint_is_below_the_root_with_all_links_followed(tmp_path: Path) 
         ("links", 400),
         ("templates", 400),
         ("pickles", 400),
+        (".", 400),
+        ("a/model.safetensors", 400),
         ("nothing", 404),
     ):
         with pytest.raises(ApiError) as caught:
             checkpoint_below(root, path)
         assert caught.value.status == status, path
+        assert repr(path) in caught.value.message
+        assert ("is a file" in caught.value.message) == (path == "a/model.safetensors")
 
 
 @pytest.mark.parametrize("root", [None, Path("/")])
