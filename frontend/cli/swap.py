@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.frontend.cli.connection import ServerError, connect
 from tandem.frontend.cli.flags import api_key, trust
+from tandem.frontend.supervisor.model import is_hub_name
 
 
 def run_swap(arguments: argparse.Namespace) -> int:
@@ -25,7 +26,8 @@ def run_swap(arguments: argparse.Namespace) -> int:
         ) as server:
             found = server.post("/admin/swap", body)
     except ServerError as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        hint = "; give a folder: names on the hub are not taken" if is_hub_name(arguments.path) else ""
+        print(f"tandem: {error}{hint}", file=sys.stderr)
         return 1
     if arguments.stage_only:
         print(f"{found.get('path')} is staged")

@@ -39,3 +39,18 @@ def test_a_refusal_is_shown_and_exits_with_1(status: int, capsys: pytest.Capture
         assert main(["swap", "/m/b", "--url", server.url]) == 1
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("tandem: ") and "rms_norm_eps is 0.5" in error
+
+
+@pytest.mark.parametrize(
+    ("path", "is_name"),
+    [("Qwen/Qwen3-0.6B", True), ("step/7", False), ("Qwen3-0.6B", False), ("./a/b", False), ("/m/b", False)],
+)
+def test_the_refusal_of_a_name_on_the_hub_asks_for_a_folder(
+    path: str, is_name: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step" / "7").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    refusal = Answer(404, json.dumps({"error": {"message": "it does not exist"}}).encode())
+    with scripted_server(refusal) as server:
+        assert main(["swap", path, "--url", server.url]) == 1
+    assert ("names on the hub are not taken" in capsys.readouterr().err) == is_name
