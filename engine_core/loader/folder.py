@@ -31,13 +31,15 @@ def read_folder(directory: Path) -> Files:
     The files are `model.safetensors`, or the shards of `model.safetensors.index.json`, or else the only one there is.
     No name is in two files.
 
-    Raises ConfigError if there is none, if a shard is missing or corrupt, or if a tensor is in two shards or not in the
-    one that the index names.
+    Raises ConfigError if the folder or its files are missing, if a shard is missing or corrupt, or if a tensor is in
+    two shards or not in the one that the index names.
     """
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: read_header(directory / SINGLE)}
     if (directory / INDEX).is_file():
         return _shards(directory)
+    if not directory.exists():
+        raise ConfigError(f"the folder {directory} does not exist")
     found = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
     if len(found) == 1:
         return {found[0]: read_header(found[0])}

@@ -23,6 +23,8 @@ from tandem.protocol.weights_file import WeightsFile, read_weights_file, write_w
 
 logger = logging.getLogger(__name__)
 
+_WAY_OUT = "(tandem swap), after a sleep once the tag weights alone is awake, or restart the engine"
+
 
 class ActiveWeights(Struct, frozen=True):
     """The checkpoint that an engine loads at its start, and the version of its weights."""
@@ -54,10 +56,14 @@ class ActiveFiles:
         self._check(self.folder)
 
     def _check(self, folder: Path) -> None:
-        if weights_stamp(open_checkpoint(folder, self._config)) != self.stamp:
+        try:
+            stamp = weights_stamp(open_checkpoint(folder, self._config))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; swap to another checkpoint {_WAY_OUT}") from None
+        if stamp != self.stamp:
             raise ConfigError(
                 f"the files in {folder} have changed since they were loaded, and may hold other weights; swap to them "
-                "(tandem swap), after a sleep once the tag weights alone is awake, or restart the engine"
+                f"{_WAY_OUT}"
             )
 
 

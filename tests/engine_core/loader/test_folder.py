@@ -79,6 +79,11 @@ def test_other_formats_are_named_with_what_to_do(files: list[str], remedy: str, 
         read_folder(tmp_path)
 
 
+def test_a_missing_folder_is_said_to_be_missing(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "gone")
+    assert str(tmp_path / "gone") in message and "does not exist" in message and SINGLE not in message
+
+
 def test_a_folder_instead_of_a_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / SINGLE).mkdir()
     assert "neither" in refusal(tmp_path)

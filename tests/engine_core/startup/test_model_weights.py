@@ -68,6 +68,9 @@ def test_weights_whose_files_have_changed_are_not_loaded_after_a_failed_swap(tmp
             weights.swap(tmp_path / "missing", files.reload, CONFIG)
         assert caught.value.is_intact is is_intact
         os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    files.folder = None
-    with pytest.raises(ConfigError):
-        files.reload()
+    # Changed, gone, and in no folder.
+    for folder, can_swap in ((tmp_path, True), (tmp_path / "gone", True), (None, False)):
+        files.folder = folder
+        with pytest.raises(ConfigError) as refused:
+            files.reload()
+        assert ("tandem swap" in str(refused.value)) is can_swap
