@@ -16,8 +16,13 @@ from tandem.frontend.request.schema import STRING, closed
 from tandem.protocol.events import AdapterFacts, ModelFacts
 
 
-def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], anthropic: bool) -> dict[str, Any]:
-    """Describe the model under one of its names, in OpenAI's or Anthropic's format."""
+def _card(
+    model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], anthropic: bool, weight_version: str = ""
+) -> dict[str, Any]:
+    """Describe the model under one of its names, in OpenAI's or Anthropic's format.
+
+    weight_version: "" if the weights cannot change; OpenAI's format has it.
+    """
     if not anthropic:
         card = {
             "id": name,
@@ -27,7 +32,8 @@ def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], 
             "max_model_len": model.max_len,
             "default_sampling_params": sampling_defaults,
         }
-        return card | ({"draft_model": _draft(model)} if model.draft_model else {})
+        draft = {"draft_model": _draft(model)} if model.draft_model else {}
+        return card | _version(weight_version) | draft
     return {
         "type": "model",
         "id": name,
@@ -42,8 +48,11 @@ def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], 
 
 def _draft(model: ModelFacts) -> dict[str, str]:
     """Describe the draft model."""
-    version = {"weight_version": model.draft_weight_version} if model.draft_weight_version else {}
-    return {"id": model.draft_model} | version
+    return {"id": model.draft_model} | _version(model.draft_weight_version)
+
+
+def _version(weight_version: str) -> dict[str, str]:
+    return {"weight_version": weight_version} if weight_version else {}
 
 
 def _adapter_card(
@@ -53,8 +62,7 @@ def _adapter_card(
     card = _card(model, facts.name, sampling_defaults, anthropic)
     if anthropic:
         return card
-    version = {"weight_version": facts.weight_version} if facts.weight_version else {}
-    return card | {"root": facts.path, "parent": base} | version
+    return card | {"root": facts.path, "parent": base} | _version(facts.weight_version)
 
 
 _CARD = closed(
@@ -66,8 +74,8 @@ _CARD = closed(
         "max_model_len": {"type": "integer"},
         "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
     },
-    # Of adapters: the folder, the model that it adapts, and the version of its weights when the adapter was loaded. The
-    # draft model has the same version.
+    # The model has the version of its weights, as the last heartbeat reports it. Adapters have their folder, the model
+    # that they adapt, and the version of its weights when they were loaded, which the draft model has too.
     {
         "root": STRING,
         "parent": STRING,
@@ -106,6 +114,10 @@ def models_router(service: Service) -> APIRouter:
     """
     router = APIRouter()
 
+    def weight_version() -> str:
+        weights = service.client.weights
+        return "" if weights is None else weights.version
+
     @router.get(
         "/v1/models",
         openapi_extra={
@@ -119,7 +131,8 @@ def models_router(service: Service) -> APIRouter:
         """List the names of the served model."""
         model, anthropic = service.ready().model, speaks_anthropic(request.scope)
         names = service.names.listed(model.name)
-        cards = [_card(model, name, service.sampling_defaults, anthropic) for name in names]
+        version = weight_version()
+        cards = [_card(model, name, service.sampling_defaults, anthropic, version) for name in names]
         cards += [
             _adapter_card(model, facts, names[0], service.sampling_defaults, anthropic)
             for facts in service.client.adapters.all
@@ -148,6 +161,6 @@ def models_router(service: Service) -> APIRouter:
             if facts.name == model and model not in names:
                 defaults = service.sampling_defaults
                 return _adapter_card(served, facts, names[0], defaults, speaks_anthropic(request.scope))
-        return _card(served, model, service.sampling_defaults, speaks_anthropic(request.scope))
+        return _card(served, model, service.sampling_defaults, speaks_anthropic(request.scope), weight_version())
 
     return router

@@ -7,9 +7,9 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.protocol.events import AdapterFacts, AdapterList
+from tandem.protocol.events import AdapterFacts, AdapterList, WeightFacts
 from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import RunningServer, get, post
+from tests.frontend.conftest import RunningServer, get, post, until
 from tests.support.scripted_server import write_chat_model
 
 VERSION = {"anthropic-version": "2023-06-01"}
@@ -68,6 +68,20 @@ def test_an_adapter_has_the_version_of_the_weights_that_it_was_loaded_for(
     assert cards["sql"]["weight_version"] == "step-2"
     assert get(named.url + "/v1/models/sql").json() == cards["sql"]
     assert all("weight_version" not in cards[name] for name in ("poems", "one", "two"))
+
+
+def test_the_model_has_the_version_of_weights_that_can_change(engine: FakeEngine, named: RunningServer) -> None:
+    adapters = AdapterList(1, [AdapterFacts("sql", "/sql", 1)])
+    named.server._service.client.adapters.observe(engine.epoch, adapters)
+    assert all("weight_version" not in card for card in get(named.url + "/v1/models").json()["data"])
+    engine.weights = WeightFacts("step-3", "ready")
+
+    def versions() -> dict[str, str | None]:
+        return {card["id"]: card.get("weight_version") for card in get(named.url + "/v1/models").json()["data"]}
+
+    until(lambda: versions() == {"one": "step-3", "two": "step-3", "sql": None}, "a heartbeat with the version")
+    assert get(named.url + "/v1/models/two").json()["weight_version"] == "step-3"
+    assert "weight_version" not in get(named.url + "/v1/models/two", headers=VERSION).json()
 
 
 @pytest.mark.parametrize("version", ["", "step-2"])
