@@ -381,7 +381,11 @@ def _check_switches(options: EngineOptions, model: ModelShape) -> None:
     static = options.batching == "static"
     chunked = options.prefill_chunk not in (None, "off")
     cached = options.prefix_cache == "on"
-    matches, usual = ((by.speculate_min_match, by.speculate_max_match) for by in (options, EngineOptions()))
+    usual, least, most = EngineOptions(), options.speculate_min_match, options.speculate_max_match
+    matches = [f"{flag} {length}" for flag, length, default in (
+        ("--speculate-min-match", least, usual.speculate_min_match),
+        ("--speculate-max-match", most, usual.speculate_max_match),
+    ) if length != default]  # fmt: skip
     uncached, interval = not _prefix_cache(options, model), model.state_interval
     ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
     found = [f"{one} and {other} exclude each other: {why}" for wrong, one, other, why in (
@@ -404,19 +408,15 @@ def _check_switches(options: EngineOptions, model: ModelShape) -> None:
          "sessions keep their KV in the prefix cache; leave --session-ttl out"),
         (options.max_sessions == 0 and bool(ttl), "--max-sessions 0", ttl,
          "no session would be kept; leave one of them out"),
-        (options.speculate_min_match > options.speculate_max_match,
-         f"--speculate-min-match {options.speculate_min_match}", f"--speculate-max-match {options.speculate_max_match}",
+        (least > most, f"--speculate-min-match {least}", f"--speculate-max-match {most}",
          "no longer match is looked for; raise the second"),
         (options.speculate == "off" and options.speculate_tokens != "auto",
          f"--speculate-tokens {options.speculate_tokens}", "--speculate off",
          "no step verifies drafts; use --speculate ngram or model:PATH, or leave the number out"),
-        (options.speculate != "ngram" and matches != usual,
-         f"--speculate-min-match {matches[0]} and --speculate-max-match {matches[1]}",
-         f"--speculate {options.speculate}", "only n-gram drafts are found by matches; leave the lengths out"),
+        (options.speculate != "ngram" and bool(matches), " and ".join(matches), f"--speculate {options.speculate}",
+         "only n-gram drafts are found by matches; leave the lengths out"),
         (options.speculate != "off" and options.graph_rows == "off", f"--speculate {options.speculate}",
          "--graph-rows off", "steps that verify drafts run as CUDA graphs; leave --graph-rows out"),
-        (options.swap_copy and not options.enable_weight_updates, "--swap-copy", "no --enable-weight-updates",
-         "no checkpoint is staged; add that flag, or leave this one out"),
         (options.synthetic_acceptance is not None and options.developer == "off",
          f"--synthetic-acceptance {options.synthetic_acceptance or 0:g}", "--developer off",
          "drafts would be accepted whatever the model says; benchmarks need --developer on"),
@@ -427,6 +427,8 @@ def _check_switches(options: EngineOptions, model: ModelShape) -> None:
          f"--synthetic-acceptance {options.synthetic_acceptance or 0:g}", "--speculate off",
          "--speculate off drafts nothing; use --speculate ngram"),
     ) if wrong]  # fmt: skip
+    if options.swap_copy and not options.enable_weight_updates:
+        found.append("--swap-copy needs --enable-weight-updates; add it, or leave --swap-copy out")
     if found:
         raise ConfigError(*found)
 

@@ -142,11 +142,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "--speculate ngram and --graph-rows off ",
     ),
     ({"speculate_tokens": 8}, "--speculate-tokens 8: .* 1 to 7"),
-    ({"swap_copy": True}, "--swap-copy and no --enable-weight-updates "),
+    ({"swap_copy": True}, "--swap-copy needs --enable-weight-updates; "),
     ({"speculate_tokens": 3}, "--speculate-tokens 3 and --speculate off "),
     (
         {"speculate": "model:small", "speculate_max_match": 5},
-        "--speculate-max-match 5 and --speculate model:small ",
+        "^--speculate-max-match 5 and --speculate model:small ",
+    ),
+    (
+        {"speculate": "model:small", "speculate_min_match": 3},
+        "^--speculate-min-match 3 and --speculate model:small ",
+    ),
+    (
+        {"speculate": "model:small", "speculate_min_match": 3, "speculate_max_match": 5},
+        "^--speculate-min-match 3 and --speculate-max-match 5 and --speculate model:small ",
     ),
 ]
 
