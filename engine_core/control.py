@@ -310,8 +310,11 @@ class Control:
             logger.info("%s wakes %s", name, " and ".join(command.tags) or "everything")
             self.sleep.begin_wake(client, command)
             return None
+        if not self.sleep.begin(client, command):
+            logger.info("%s asks for a sleep, but the engine already sleeps at level %d", name, self.sleep.level)
+            return None
         logger.info("%s has the engine sleep at level %d, mode %s", name, command.level, command.mode)
-        if self.sleep.begin(client, command) and command.mode == "abort":
+        if command.mode == "abort":
             message = "the engine was put to sleep, which ended its open requests (mode abort); try again later"
             self.scheduler.fail_all(ErrorCode.ENGINE_SLEEPING, message)
         return None

@@ -1,5 +1,6 @@
 """Sleep and wake of the loop: what becomes of requests, of KV, and of other changes meanwhile."""
 
+import logging
 from collections.abc import Collection
 
 import pytest
@@ -174,10 +175,12 @@ def test_states_are_published_with_changing_in_between() -> None:
     ]
 
 
-def test_sleeping_twice_and_waking_an_awake_engine_change_nothing() -> None:
+def test_sleeping_twice_and_waking_an_awake_engine_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tandem.engine_core.control")
     sleeper = Sleeper()
     assert sleeper.wake().ok and sleeper.memory.calls == [] and sleeper.bench.published == []
     assert sleeper.sleep().ok and sleeper.sleep(2).ok
+    assert caplog.messages[-1].endswith("already sleeps at level 1")
     assert sleeper.memory.calls == ["release"]
     assert sleeper.wake().ok and sleeper.wake().ok
     assert sleeper.memory.calls == ["release", "restore"]
