@@ -100,6 +100,7 @@ def _summary(state: dict[str, Any]) -> list[str]:
     lines = {
         "policy": state["policy"],
         **({"pause": _pause(state["pause"])} if state["pause"]["mode"] else {}),
+        **({"sleep": "memory of the weights or KV is released; POST /wake_up ends it"} if state["is_sleeping"] else {}),
         "queue": waiting if queue["waiting"] else "empty",
         "rows": f"{rows['running']} of {rows['total']} in use",
         "pages": f"{pages['used']} of {pages['total']} in use{settling}, {unused} cached and unused, {pages['free']} "

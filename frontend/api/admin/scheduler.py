@@ -35,6 +35,7 @@ def inspection_body(inspection: Inspection, limits: Limits) -> dict[str, Any]:
     return {
         "policy": inspection.policy,
         "pause": pause_body(pause_of(inspection)),
+        "is_sleeping": bool(stats.sleeping),
         "queue": {
             "waiting": stats.waiting,
             "oldest_wait": round(stats.oldest_wait, 3),
@@ -165,6 +166,7 @@ INSPECTION = closed(
     {
         "policy": {"enum": [*POLICIES]},
         "pause": PAUSE,
+        "is_sleeping": _FLAG,
         "queue": closed({"waiting": _COUNT, "oldest_wait": _NUMBER, "unlisted": _COUNT}),
         "rows": closed({"running": _COUNT, "total": _COUNT}),
         "pages": closed(

@@ -19,6 +19,7 @@ shared, engine, server = shared_fixtures()
 IDLE: dict[str, Any] = {
     "policy": "fcfs",
     "pause": {"is_paused": False, "status": "running", "mode": None, "new_requests": None},
+    "is_sleeping": False,
     "queue": {"waiting": 0, "oldest_wait": 0.0, "unlisted": 0},
     "rows": {"running": 0, "total": 64},
     "pages": {"used": 0, "free": 4096, "settling": 0, "total": 4096, "page_size": 16},
@@ -71,6 +72,10 @@ def test_render_shows_a_pause(new_requests: str, words: str) -> None:
     pause = {"is_paused": True, "status": "paused", "mode": "keep", "new_requests": new_requests}
     line = render({**IDLE, "pause": pause}).splitlines()[1]
     assert re.fullmatch(rf"pause         paused, mode keep; .*\b{words};.*/admin/resume\b.*", line)
+
+
+def test_render_shows_a_sleep() -> None:
+    assert re.fullmatch(r"sleep         .*/wake_up\b.*", render({**IDLE, "is_sleeping": True}).splitlines()[1])
 
 
 def test_render_shows_an_idle_scheduler() -> None:

@@ -56,6 +56,7 @@ def test_inspection_is_converted_to_json() -> None:
     assert found == {
         "policy": "fcfs",
         "pause": {"is_paused": False, "status": "running", "mode": None, "new_requests": None},
+        "is_sleeping": False,
         "queue": {"waiting": 3, "oldest_wait": 1.235, "unlisted": 2},
         "rows": {"running": 1, "total": 8},
         "pages": {"used": 5, "free": 4, "settling": 1, "total": 9, "page_size": 16},
@@ -89,6 +90,8 @@ def test_inspection_is_converted_to_json() -> None:
     }  # fmt: skip
     idle = inspection_body(Inspection(1, "fcfs", EngineStats(), 4, 1, [], []), LIMITS)
     assert idle["prefix_cache"]["hit_rate"] is idle["speculation"] is None
+    asleep = inspection_body(Inspection(1, "fcfs", EngineStats(sleeping=1), 4, 1, [], []), LIMITS)
+    assert asleep == {**idle, "is_sleeping": True}
     unused = structs.replace(inspection, stats=EngineStats())
     assert inspection_body(unused, LIMITS)["speculation"]["acceptance_rate"] is None
 
