@@ -181,7 +181,8 @@ def completion_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
     for names covered by other arguments, ValueError for `prompt_logprobs` out of range. Other values are validated like
     a request's.
     """
-    body = _checked(given, COMPLETION.names, ("prompt_logprobs", "lora"))
+    other = CHAT.names, "stream_chat()" if stream else "chat()"
+    body = _checked(given, COMPLETION.names, ("prompt_logprobs", "lora"), other)
     with_logprobs = body.get("logprobs") is not None
     scored = body.pop("prompt_logprobs", None)
     if scored is not None:
@@ -225,16 +226,25 @@ def chat_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
     Raises TypeError like `completion_fields`.
 
     """
-    body = _checked(given, CHAT.names, ("lora",))
+    other = COMPLETION.names, "stream()" if stream else "generate()"
+    body = _checked(given, CHAT.names, ("lora",), other)
     return Fields({**body, "stream": stream}, None, bool(body.get("logprobs")))
 
 
-def _checked(given: Mapping[str, Any], known: Collection[str], own: Collection[str]) -> dict[str, Any]:
+def _checked(
+    given: Mapping[str, Any],
+    known: Collection[str],
+    own: Collection[str],
+    other: tuple[Collection[str], str] = ((), ""),
+) -> dict[str, Any]:
+    """Return the fields of the body. other: fields of another call, and its name."""
     body = dict(given)
     for name in given:
         if name in _ELSEWHERE:
             raise TypeError(f"{name!r} is not a keyword here; {_ELSEWHERE[name]}")
         if name not in known and name not in own:
+            if name in other[0]:
+                raise TypeError(f"{name!r} is not a field of this request, but one of {other[1]}")
             near = difflib.get_close_matches(name, (*known, *own, "json_schema", "progress", "raise_on_error"), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{name!r} is not a field of this request{hint}")

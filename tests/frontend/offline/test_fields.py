@@ -56,6 +56,19 @@ def test_a_name_that_is_no_keyword_is_a_type_error(given: dict[str, Any], reason
         chat_fields(given)
 
 
+def test_a_field_of_another_call_names_that_call() -> None:
+    for check, name, stream, call in (
+        (completion_fields, "prediction", False, "chat()"),
+        (completion_fields, "tools", True, "stream_chat()"),
+        (chat_fields, "suffix", False, "generate()"),
+        (chat_fields, "suffix", True, "stream()"),
+    ):
+        with pytest.raises(TypeError) as refused:
+            check({name: None}, stream)
+        message = str(refused.value)
+        assert repr(name) in message and message.endswith(f" {call}") and "did you mean" not in message
+
+
 def test_json_schema_stands_for_a_response_format() -> None:
     schema = {"type": "object"}
     for fields in (completion_fields({"json_schema": schema}), chat_fields({"json_schema": schema})):
