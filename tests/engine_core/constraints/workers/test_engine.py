@@ -1,13 +1,11 @@
 """An engine with workers for grammars, which gives the tokens of one without, whatever becomes of them."""
 
 import os
-import shutil
 import signal
 from collections.abc import Callable
 
 import psutil
 import pytest
-from msgspec.structs import replace
 
 from tandem.engine_core.constraints import grammars as grammars_module
 from tandem.engine_core.constraints.compiler import GrammarCompiler
@@ -15,16 +13,13 @@ from tandem.engine_core.constraints.workers import link as link_module
 from tandem.engine_core.constraints.workers import pool as pool_module
 from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.pool import WorkerPool
-from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.protocol.commands import Abort
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Finished
 from tandem.protocol.params import SamplingParams
 from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.grammar_walks import WALKED
-from tests.support.model_folder import write_model
 from tests.support.stopped_process import stop_process
-from tests.support.tiny_llama import CONFIG
 
 ROWS = 64
 CONSTRAINTS = [WALKED[name] for name in ("words", "record", "array", "one long text")]
@@ -40,19 +35,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "COMPILE_SECONDS", 120.0)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small random model with the default model's tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    write_model(path, replace(CONFIG, vocab_size=4096, max_positions=256, eos_ids=(2,)))
-    shutil.copy(DEFAULT_MODEL / "tokenizer.json", path)
-    return str(path)
-
-
-def build(model: str, workers: int, pipeline: str = "on") -> DrivenEngine:
-    options = EngineOptions(
-        model=model, device="cpu", max_len=256, max_rows=ROWS, pipeline=pipeline, grammar_workers=workers
-    )
+def build(workers: int, pipeline: str = "on") -> DrivenEngine:
+    options = EngineOptions(device="cpu", max_len=256, max_rows=ROWS, pipeline=pipeline, grammar_workers=workers)
     return DrivenEngine.build(options)
 
 
@@ -105,13 +89,13 @@ def check_and_close(driven: DrivenEngine) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(model: str) -> list[list[int]]:
-    return outputs(build(model, 0))
+def expected() -> list[list[int]]:
+    return outputs(build(0))
 
 
 @pytest.mark.parametrize("pipeline", ["on", "off"])
-def test_tokens_are_those_of_an_engine_without_workers(model: str, expected: list[list[int]], pipeline: str) -> None:
-    driven, seen = build(model, 2, pipeline), list[int]()
+def test_tokens_are_those_of_an_engine_without_workers(expected: list[list[int]], pipeline: str) -> None:
+    driven, seen = build(2, pipeline), list[int]()
 
     def count() -> None:
         """Count the matchers that a worker has or had: one that is held up for 0.1 s gives some back."""
@@ -124,8 +108,8 @@ def test_tokens_are_those_of_an_engine_without_workers(model: str, expected: lis
     check_and_close(driven)
 
 
-def test_a_worker_that_is_killed_costs_no_request(model: str, expected: list[list[int]]) -> None:
-    driven, lost = build(model, 2), []
+def test_a_worker_that_is_killed_costs_no_request(expected: list[list[int]]) -> None:
+    driven, lost = build(2), []
 
     def kill() -> None:
         lost.append(busiest(pool_of(driven)))
@@ -138,10 +122,10 @@ def test_a_worker_that_is_killed_costs_no_request(model: str, expected: list[lis
 
 
 def test_a_worker_is_started_for_one_that_was_killed(
-    model: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "RESTART_SECONDS", 0.0)
-    driven = build(model, 2)
+    driven = build(2)
     stats = driven.engine.stats
     assert outputs(driven, lambda: os.kill(busiest(pool_of(driven))._process.pid, signal.SIGKILL)) == expected  # type: ignore[attr-defined]
     assert outputs(driven) == expected
@@ -150,10 +134,8 @@ def test_a_worker_is_started_for_one_that_was_killed(
     check_and_close(driven)
 
 
-def test_workers_that_are_stopped_cost_no_request(
-    model: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driven = build(model, 2)
+def test_workers_that_are_stopped_cost_no_request(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = build(2)
 
     def stop() -> None:
         monkeypatch.setattr(link_module, "ANSWER_SECONDS", 0.05)
@@ -165,8 +147,8 @@ def test_workers_that_are_stopped_cost_no_request(
     check_and_close(driven)
 
 
-def test_aborted_requests_give_their_slots_back(model: str) -> None:
-    driven = build(model, 2)
+def test_aborted_requests_give_their_slots_back() -> None:
+    driven = build(2)
     outputs(driven)
     open_ids = [driven.submit([7, 8, row], SamplingParams(100), constraint=WALKED["words"]) for row in range(ROWS)]
     while busiest(pool_of(driven)).num_open < 2:
