@@ -127,7 +127,8 @@ def test_client_that_gives_up_a_handshake_is_counted_and_not_logged(
 ) -> None:
     connect(secure).close()
     until(lambda: counted(secure, Closed.HANDSHAKE) == 1)
-    assert caplog.messages == []
+    # The exporter of an earlier test's server may still try to reach its collector.
+    assert [record for record in caplog.records if not record.name.startswith("opentelemetry")] == []
 
 
 def test_tls_serves_https(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> None:
