@@ -74,7 +74,7 @@ class DraftPolicy:
     @property
     def most(self) -> int:
         """Maximum number of drafts that a step verifies for any sequence; 0 if no step verifies drafts."""
-        return self.fixed or self.sizes[-1] if self.sizes else 0
+        return self.sizes[-1] if self.sizes else 0
 
     def max_drafts(self, seq: Sequence) -> int:
         """Return the largest number of drafts that a step verifies for a sequence."""

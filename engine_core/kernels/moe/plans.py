@@ -10,13 +10,7 @@ from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import (
-    INT4_BLOCK,
-    ExpertPlan,
-    GemvPlan,
-    GroupedPlan,
-    RouterPlan,
-)
+from tandem.engine_core.kernels.tiles.plan_types import INT4_BLOCK, ExpertPlan, GemvPlan, GroupedPlan, RouterPlan
 from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey, ExpertPart
 
 GEMV_TOKENS = 4
